@@ -49,8 +49,6 @@ class KerasState(ObjectState):
 
 
 class _ModelHandler(VariablesHandler):
-    """Handles a model."""
-
     def variables(self) -> Sequence[Any]:
         return self.value.variables
 
@@ -59,8 +57,6 @@ class _ModelHandler(VariablesHandler):
 
 
 class _OptimizerHandler(VariablesHandler):
-    """Handles an optimizer's variables."""
-
     def variables(self) -> Sequence[Any]:
         found = list(variables_of(self.value))
         rate = getattr(self.value, "learning_rate", None)
@@ -102,8 +98,6 @@ _trackers: WeakKeyDictionary[State, dict[str, _Tracker]] = WeakKeyDictionary()
 
 
 class _StateCallback:
-    """A callback for a state."""
-
     model: Any
     params: Any
 
@@ -165,15 +159,13 @@ class _Tracker(_StateCallback):
     attribute: str
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Register with the state."""
         _trackers.setdefault(self.state, {})[self.attribute] = self
 
     def skips(self, batch: int) -> bool:
-        """Return whether training leaves out a batch."""
         return False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the end of a training batch."""
+        """Do nothing."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record the end of an epoch."""

@@ -264,7 +264,6 @@ def _reduce_accumulated(
 
 @functools.cache
 def _install() -> None:
-    """Replace methods of Keras."""
     model, scaling = keras.Model, keras.optimizers.LossScaleOptimizer
     model.make_train_function = with_recompilation(model.make_train_function, _without_xla)
     model.__reduce__ = with_wrapping(model.__reduce__)

@@ -278,7 +278,6 @@ def _inner(optimizer: Any) -> Any:
 
 @functools.cache
 def _install() -> None:
-    """Replace methods of Keras."""
     model = tf_keras.Model
     # An explicit jit_compile=True is refused where the step is traced.
     model.make_train_function = with_recompilation(

@@ -203,8 +203,6 @@ class Wrapping:
     """The way in which an optimizer was made distributed, for others that are made from it.
 
     Attributes:
-        distribute: Makes an optimizer distributed.
-        options: Of the exchange.
         local: Variables whose gradients are not exchanged.
     """
 
@@ -300,7 +298,6 @@ def with_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copied(make: Callable[..., Any], args: tuple[Any, ...], wrapping: Wrapping) -> Any:
-    """Return a copy of a model whose optimizer is distributed."""
     model = make(*args)
     wrapping.apply(model.optimizer)
     return model
@@ -404,9 +401,7 @@ def make_distributed(
     """Change the class of an optimizer to a distributed subclass with the same name.
 
     Args:
-        optimizer: To be changed.
         mixin: Overrides its methods.
-        synchronizer: Exchanges its gradients.
         distribute: Makes other optimizers distributed in the same way.
     """
     original = type(optimizer)
@@ -470,9 +465,6 @@ def kept_in(
     Keras keeps moments in lists that are parallel to the list of variables.
 
     Args:
-        attributes: Attributes of the optimizer.
-        index: Index of the variable.
-        size: Number of variables.
         kind: The class of what is looked for.
     """
     other_lists = {"_variables", "_trainable_variables"}

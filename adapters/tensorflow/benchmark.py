@@ -33,9 +33,6 @@ class Replica:
     """A copy of a workload's model with an optimizer of its own.
 
     Args:
-        name: of the contender.
-        workload: the name of the workload.
-        batch: samples per step.
         seed: of this rank's data.
         wrap: makes of a tape one that exchanges.
     """
@@ -114,7 +111,6 @@ class _AveragingTape:
         self._tape = tape
 
     def gradient(self, target: tf.Tensor, sources: Sequence[Any]) -> Sequence[tf.Tensor]:
-        """Return the averages of the target's gradients."""
         gradients = self._tape.gradient(target, sources)
         averages = tf.numpy_function(self._average, gradients, [each.dtype for each in gradients])
         return [tf.ensure_shape(*pair) for pair in zip(averages, map(_shape, sources), strict=True)]

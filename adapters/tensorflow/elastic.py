@@ -61,8 +61,6 @@ class TensorFlowState(ObjectState):
 
 
 class _VariablesHandler(VariablesHandler):
-    """Handles variables in any nested structure."""
-
     def variables(self) -> Sequence[Any]:
         return list(tf.nest.flatten(self.value))
 

@@ -127,12 +127,7 @@ def named_by(error: Exception) -> Exception:
 
 
 def _shortened(message: str, start: int) -> str:
-    """Return the text of an error, which TensorFlow puts between two tracebacks, and its line.
-
-    Args:
-        message: of TensorFlow.
-        start: where the text begins.
-    """
+    """Return the text of an error, which TensorFlow puts between two tracebacks, and its line."""
     if _log.isEnabledFor(logging.DEBUG):
         return message
     text, _, _ = message[start:].partition("\nTraceback (most recent call last):")

@@ -54,10 +54,7 @@ class GradientAllreduce:
     a dense gradient for it.
 
     Attributes:
-        strategy: The compression of buckets.
-        reduction: Sum, average or Adasum.
         sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to dense gradients.
-        process_set: The ranks that take part.
         label: The name of the exchanges in messages.
         state: The state of the compression for all sources; None: one for each list of variables.
         checks: Compare the sources across ranks; None: they may differ.
@@ -225,9 +222,6 @@ class ExchangeSpec:
             it and learn the difference.
         parameters: Of all sources.
         sparse: The positions in ``parameters`` whose gradients are gathered.
-        strategy: The compression of dense gradients.
-        reduction: Sum, average or Adasum.
-        process_set: The ranks that take part.
         state: The state of the compression for the sources; None: it has none.
     """
 
@@ -441,8 +435,6 @@ def _finisher(
     """Return a function that waits for all buckets and returns the averages.
 
     Args:
-        spec: Of the exchange.
-        plan: Its buckets.
         runs: The numbers of the gradients that are wanted; neighbours are returned flat.
         foreign: Gets the gradients that only other ranks have, which then come last; None: they
             are refused, because a graph's structure is fixed.
@@ -510,7 +502,6 @@ def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _split(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
-    """Undo `_concatenate`."""
     if len(shapes) == 1:
         return [tensor]
     parts = tf.split(tensor, [math.prod(shape) for shape in shapes])
@@ -518,7 +509,6 @@ def _split(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tens
 
 
 def _gather(spec: ExchangeSpec, position: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Gather the slices of all ranks."""
     parameter = spec.parameters[position]
     name = f"{spec.label}: {parameter.name!r}"
     process_set, reduction = spec.process_set, spec.reduction

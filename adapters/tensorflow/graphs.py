@@ -176,7 +176,6 @@ def refuse_session(what: str) -> None:
 
 
 def _count(key: Any) -> int:
-    """Return how often this was called before with the same key in the graph."""
     graph = _outermost_graph()
     if not hasattr(graph, "_hvdlite_counts"):
         graph._hvdlite_counts = Counter()

@@ -110,7 +110,6 @@ class VariableSteps:
         return tf.constant(True)
 
     def _update(self, exchange: Callable[[_Arrays], None]) -> None:
-        """Exchange the variables' values, and assign the results."""
         names = [(n, key) for n, own in enumerate(self._moments) for key in sorted(own)]
         targets = self._variables + [self._moments[number][key] for number, key in names]
         changed: list[int] = list(range(len(targets)))
@@ -171,7 +170,6 @@ class TapeSteps:
     """The steps of the tapes of some variables, which are made anew for every step.
 
     Args:
-        options: Of the exchange.
         label: Unique, and the same on all ranks.
 
     Attributes:

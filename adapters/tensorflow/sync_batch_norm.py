@@ -146,9 +146,7 @@ def _moments(
     Args:
         x: float32 or float64; the axes that stay have the same sizes on all ranks, the others
             any size, including 0.
-        axes: The axes to reduce, from 0.
         mask: Selects elements, with a shape that can be broadcast to that of ``x``; None: all.
-        process_set: The ranks that take part.
 
     Returns:
         Mean and (biased) variance, with the reduced axes kept as 1.

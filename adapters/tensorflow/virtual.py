@@ -33,12 +33,9 @@ class VirtualSteps(GradientPath):
     """A `GradientPath` with virtual ranks: each step takes the gradients of all of them.
 
     Args:
-        synchronizer: of the optimizer.
         backend: with the comparisons of the variables across processes.
 
     Attributes:
-        exchange: of the gradients.
-        state: what is saved and loaded.
         stepped: whether the last part has ended a step.
     """
 

@@ -72,7 +72,6 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
     """Provide the libraries that sum tensors in place, by contender.
 
     Args:
-        comm: all ranks.
         names: of contenders; those that need no PyTorch are ignored.
     """
     torch.set_num_threads(1)
@@ -113,9 +112,6 @@ class Replica:
     """A copy of a workload's model with an optimizer of its own.
 
     Args:
-        name: of the contender.
-        workload: the name of the workload.
-        batch: samples per step.
         seed: of this rank's data.
         wrap: makes of the model what is trained, and its optimizer.
     """

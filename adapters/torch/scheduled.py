@@ -116,7 +116,6 @@ class OptimizerSchedule:
     """The local steps of an optimizer, and the weights that they are about.
 
     Attributes:
-        steps: count its steps.
         weights: of the parameters attached, for ``steps``.
         is_adasum: whether it stands for op=hvd.Adasum.
     """
@@ -170,7 +169,6 @@ class OptimizerSchedule:
             self.attach_reducer()
 
     def _moments(self, number: int) -> Mapping[str, Any]:
-        """Return the state that the optimizer keeps for a parameter."""
         state: Mapping[str, Any] = self._optimizer.state.get(self._parameters[number], {})
         return state
 
@@ -212,8 +210,6 @@ class TensorSteps:
     """Local steps of Keras variables on PyTorch.
 
     Args:
-        steps: count them.
-        variables: of Keras.
         moments: those of the optimizer's variables that are averaged with each, by name.
     """
 

@@ -47,17 +47,12 @@ class VirtualReducer:
 
     Args:
         names: of the parameters, in the order of their registration; later ones are added.
-        options: of the exchange.
         label: unique, and the same on all processes.
         optimizer: compared across processes, with its weights.
 
     Attributes:
         averaged: whether the gradients are averages, or there are none because parts are missing.
         stepped: whether they are averages.
-        process_set: all ranks.
-        passes_per_step: 1.
-        in_flight: False: nothing is exchanged before the end.
-        weight: 1.0.
     """
 
     process_set: ProcessSet = global_process_set
@@ -234,14 +229,7 @@ class VirtualReducer:
 
 
 class _Buffer(NamedTuple):
-    """A buffer of a module, and what it holds.
-
-    Attributes:
-        module: whose it is.
-        key: its name there.
-        tensor: which may be replaced, or None.
-        value: a copy.
-    """
+    """A buffer of a module, which may be replaced, and a copy of what it holds."""
 
     module: torch.nn.Module
     key: str
@@ -293,7 +281,6 @@ class ModelBuffers:
         """Require that the buffers of all modules of the parameters are those of the model.
 
         Args:
-            modules: all that there are.
             parameters: the identities of the optimizer's.
 
         Raises:
@@ -410,7 +397,6 @@ class ModelBuffers:
         """Set the buffers that any part has changed to their averages.
 
         Args:
-            part: the last one.
             averages: of the values; None: no part has changed them.
         """
         for (before, now), average in zip(part.buffers, averages, strict=True):
@@ -454,7 +440,6 @@ def _read_buffers(model: torch.nn.Module) -> Iterator[tuple[str, _Buffer]]:
 
 
 def _are_equal(before: _Buffer | None, now: _Buffer | None) -> bool:
-    """Return whether two states of a buffer are the same bits."""
     old, new = (None if each is None else each.value for each in (before, now))
     if old is None or new is None:
         return old is new

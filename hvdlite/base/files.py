@@ -111,11 +111,7 @@ def _is_same(generation: Path, path: Path) -> bool:
 
 
 def _link(path: Path, name: Path) -> None:
-    """Give a file a second name, or a copy where the file system has no hard links.
-
-    Raises:
-        FileExistsError: The name is taken.
-    """
+    """Give a file a second name, or a copy where the file system has no hard links."""
     try:
         os.link(path, name)
     except FileExistsError:

@@ -133,7 +133,6 @@ def accumulate(ufunc: np.ufunc, total: Any, values: Any) -> None:
     """Do ``ufunc(total, widened values)`` in place, without memory for all widened values at once.
 
     Args:
-        ufunc: of two operands.
         total: flat, float32.
         values: of the same size, float16 or bfloat16; read only.
     """

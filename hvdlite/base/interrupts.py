@@ -180,11 +180,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Handler:
-    """A user's handler, called at once or later.
-
-    Args:
-        handler: takes the signal's number and the frame that it has interrupted.
-    """
+    """A user's handler, called at once or later."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler

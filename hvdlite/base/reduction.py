@@ -192,11 +192,6 @@ class Scaling:
 def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
     """Return a factor as a float, after a check that values of ``dtype`` can be multiplied by it.
 
-    Args:
-        name: of the argument, for messages.
-        factor: a number.
-        dtype: of the values.
-
     Raises:
         ValueError: it is not a finite number, or exceeds the range of an integer ``dtype``.
     """
@@ -250,7 +245,6 @@ def integer_sums(parts: Sequence[Any], divisor: int) -> list[Any]:
 
     Args:
         parts: flat integers of one dtype and size.
-        divisor: of the mean.
 
     Returns:
         Arrays that may be added to those of other parts before `integer_mean`.

@@ -190,10 +190,6 @@ SAME_EVERYWHERE = (
 def compare(settings: Settings, comm: Any) -> None:
     """Require the same value on all ranks for settings that decide on collectives; collective.
 
-    Args:
-        settings: this rank's.
-        comm: over all ranks.
-
     Raises:
         SettingsError: a setting that has to be the same on all ranks is not.
     """

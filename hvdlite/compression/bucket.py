@@ -102,12 +102,9 @@ class Bucket:
         state: what strategies remember of the parameters; None: nothing yet.
 
     Attributes:
-        parameters: in their order within the arrays.
-        reduction: to be computed by the exchange.
         bounds: the offset of each parameter in the arrays, and the end of the last one.
         send: the gradients, flat. It may be ``result``: read it before writing there.
         result: the reduced gradients, flat.
-        state: the state of these parameters.
         count: the number of exchanges before this one, the same on all ranks.
         absent: positions of parameters of which no rank has a gradient in this step.
         zero_copy: flat arrays that stand for parts of ``send`` until `copy_zero_copy_parts` copies
@@ -162,10 +159,8 @@ class Bucket:
         """Write ``scaling.apply(the reduction of all ranks' send)`` into ``result``.
 
         Args:
-            transport: connects the ranks.
             send: flat, with as many elements as the bucket, of any float type.
             result: of the same size and type; it may be ``send``.
-            scaling: applied after the reduction.
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.copy_zero_copy_parts()
@@ -191,12 +186,7 @@ class Bucket:
         return array[start:stop].reshape(self.parameters[position].shape)
 
     def generator(self, seed: int, *more: int) -> np.random.Generator:
-        """Return a random generator that depends on the step and the bucket's parameters alone.
-
-        Args:
-            seed: of the strategy.
-            *more: further seeds, such as the rank.
-        """
+        """Return a random generator that depends on the step and the bucket's parameters alone."""
         names = "\n".join(parameter.name for parameter in self.parameters)
         return generator(seed, self.count, names, *more)
 
@@ -205,10 +195,8 @@ def generator(seed: int, count: int, name: str, *more: int) -> np.random.Generat
     """Return a random generator that depends on the arguments alone.
 
     Args:
-        seed: of the strategy.
         count: the number of exchanges before this one.
         name: of the parameters that it is for.
-        *more: further seeds.
     """
     entropy = [seed, count, zlib.crc32(name.encode()), *more]
     return np.random.Generator(np.random.SFC64(entropy))

@@ -120,7 +120,6 @@ class Cast(Strategy):
         return is_floating(dtype) and dtype.itemsize > self.dtype.itemsize
 
     def _factor(self, bucket: Bucket, transport: Transport) -> float:
-        """Return the scale, the same on all ranks."""
         if self.scale != "auto":
             return 1.0 if self.scale is None else float(self.scale)
         greatest = np.array([greatest_magnitude(bucket.send)], np.float64)
@@ -138,7 +137,6 @@ class _Rounding(Codec):
 
     Args:
         strategy: says which type, and whether values are clipped.
-        scaling: of the values.
         bucket: of the values, for messages.
     """
 

@@ -90,9 +90,6 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
     the codec is unsent.
 
     Args:
-        codec: of the messages.
-        bucket: to be exchanged, as in `Strategy.exchange`.
-        transport: connects the ranks.
         parts: the offset of each part that has a message of its own, and the end of the last one.
     """
     pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
@@ -115,9 +112,6 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
     It moves as many bytes as an allreduce of the messages, whatever the number of ranks, but
     encodes the sums once more. The loss of that is unsent on the rank that added up, multiplied by
     the divisor of an average.
-
-    Args:
-        codec, bucket, transport: as in `add_gathered`.
     """
     rank, size = transport.rank, transport.size
     count = bucket.send.size
@@ -159,7 +153,6 @@ def greatest_magnitude(values: Any) -> Any:
 
 
 def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -> None:
-    """Write the scaled sum of decoded messages into ``out``."""
     for piece in codec.pieces(out.size):
         total = out[piece]
         codec.decode_piece(messages[0], piece, total)

@@ -115,11 +115,7 @@ class PowerSGD(Strategy):
         return start.astype(dtype)
 
     def _sum(self, bucket: Bucket, transport: Transport, factors: Sequence[Any], bad: int) -> Any:
-        """Return the sums (averages) of all ranks' factors, from one allreduce.
-
-        Raises:
-            GradientError: on all ranks, if they are not finite.
-        """
+        """Return the sums (averages) of all ranks' factors, from one allreduce."""
         ends = np.cumsum([0, *(factor.size for factor in factors)]).tolist()
         together = transport.empty(ends[-1], bucket.send.dtype)
         np.concatenate([factor.reshape(-1) for factor in factors], out=together)
@@ -203,7 +199,6 @@ def _matrix_shape(parameter: Parameter) -> tuple[int, int]:
 
 
 def _matrices(bucket: Bucket, array: Any) -> list[Any]:
-    """Return the parts of a flat array of the bucket, as matrices."""
     return [
         bucket.slot(array, position).reshape(_matrix_shape(parameter))
         for position, parameter in enumerate(bucket.parameters)

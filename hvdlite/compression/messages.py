@@ -21,7 +21,6 @@ def find_not_finite(bucket: Bucket, values: Any, infinite: bool = True) -> int:
     """Return the position of the first parameter with a NaN, or an infinity; -1: none.
 
     Args:
-        bucket: says where parameters begin.
         values: flat, like ``bucket.send``.
         infinite: whether infinities count, too.
     """
@@ -39,8 +38,6 @@ def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> li
     """Exchange the lengths of all ranks' messages, or refuse the bucket on all ranks.
 
     Args:
-        bucket: the parameters in question.
-        transport: connects the ranks.
         bad: the position of a parameter that this rank cannot send, or -1.
         length: of this rank's message, in bytes.
 
@@ -68,9 +65,7 @@ def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) 
     """Return every rank's message, by rank.
 
     Args:
-        transport: connects the ranks.
         message: this rank's; a flat array of bytes.
-        lengths: of all messages, by rank.
     """
     everything = message if transport.size == 1 else np.empty(sum(lengths), np.uint8)
     bounds = np.cumsum([0, *lengths]).tolist()

@@ -91,8 +91,6 @@ class BlockCodec(Codec):
 
     Args:
         block: the number of values that share a scale.
-        bits: of a code.
-        dtype: of the values.
     """
 
     def __init__(self, block: int, bits: int, dtype: np.dtype[Any]) -> None:
@@ -142,10 +140,8 @@ def _by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
     """Compute ``ufunc(values, scale of their block)`` in place.
 
     Args:
-        ufunc: of two operands.
         values: flat.
         scales: one for each block; the last block may be shorter.
-        block: the number of values in a block.
     """
     whole = values.size // block
     rows, rest = values[: whole * block].reshape(whole, block), values[whole * block :]
@@ -399,7 +395,6 @@ def _power_codes(top: int, bits: int) -> Any:
 
 @lru_cache
 def _powers(top: int, bits: int) -> tuple[float, ...]:
-    """Return the values of all codes."""
     infinite, bias = (1 << bits) - 1, (1 << bits - 1) - 1
     exponents = [code + top - _POWERS for code in range(_POWERS + 1)]
     powers = [math.inf if each >= infinite else math.ldexp(1.0, each - bias) for each in exponents]

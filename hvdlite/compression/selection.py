@@ -106,7 +106,6 @@ def _merge(chosen: Any, tied: Any) -> Any:
 
 
 def _above(values: Any, limit: Any) -> Any:
-    """Return the indices of all magnitudes above a limit."""
     return _search(values, np.greater, limit, values.size)
 
 

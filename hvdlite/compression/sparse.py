@@ -291,8 +291,6 @@ class Entries:
     dense exchange.
 
     Args:
-        bucket: to be exchanged.
-        transport: connects the ranks.
         values: flat, like ``bucket.send``.
         indices: of the entries that this rank sends, in increasing order.
         bad: the position of a parameter that this rank cannot send, or -1.
@@ -364,9 +362,7 @@ def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:
     """Find the greatest entries of each parameter of which any rank has a gradient.
 
     Args:
-        bucket: says where parameters begin.
         values: flat, like ``bucket.send``, without NaN.
-        counts: the number of entries of each parameter.
 
     Returns:
         Their indices in ``values``, in increasing order.
@@ -396,11 +392,7 @@ def _draw(generator: np.random.Generator, size: int, count: int) -> Any:
 
 
 def _check_drawn(transport: Transport, bucket: Bucket, checksums: list[int]) -> None:
-    """Compare the indices that ranks have drawn, since sums of different entries would be wrong.
-
-    Raises:
-        MismatchError: on all ranks, if they differ.
-    """
+    """Compare the indices that ranks have drawn, since sums of different entries would be wrong."""
     others = [
         transport.members[rank]
         for rank, checksum in enumerate(checksums)

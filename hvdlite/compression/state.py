@@ -61,7 +61,6 @@ class StrategyState:
         """Load the result of `state_dict`, called here or elsewhere.
 
         Args:
-            state: as it was returned.
             names: the parameters to be loaded; None: all, and others are forgotten.
         """
         self.is_common = False
@@ -76,12 +75,7 @@ class StrategyState:
 
 
 class BucketState:
-    """State of a bucket's parameters, kept in the state of all parameters.
-
-    Args:
-        parameters: in their order within the bucket.
-        whole: the state of all parameters.
-    """
+    """State of a bucket's parameters, kept in the state of all parameters."""
 
     def __init__(self, parameters: Sequence[Parameter], whole: StrategyState) -> None:
         self._parameters = tuple(parameters)
@@ -116,7 +110,6 @@ class BucketState:
         """Return an array with an element for each of the bucket's, to be changed in place.
 
         Args:
-            key: of the array.
             dtype: of its elements, which are 0 at first.
         """
         array, views = self._flat.get(key, (None, []))
@@ -148,9 +141,6 @@ class BucketState:
         """Keep an array of any shape for the parameter at a position.
 
         Args:
-            position: of the parameter.
-            key: of the array.
-            array: to be kept.
             is_common: whether arrays of this key are the same on all ranks. A rank that comes in
                 later gets them from another rank, and none of the others.
         """

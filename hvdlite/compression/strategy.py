@@ -158,9 +158,6 @@ def exchange_bucket(
     counted in ``bucket.sent``, and for `hvd.traffic`.
 
     Args:
-        strategy: how the bucket travels.
-        bucket: to be exchanged.
-        transport: connects the ranks.
         weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever its content. None
             on all ranks: there are no weights.
 

@@ -23,12 +23,9 @@ class Forming:
     ranks agree on each before they use it.
 
     Args:
-        MPI: The module ``mpi4py.MPI``.
-        comm: A communicator of the ranks.
         made: Gets the communicators that `create` makes.
 
     Attributes:
-        made: The communicators that `create` has made.
         failure: Why it has failed; None: it has not.
     """
 
@@ -42,10 +39,6 @@ class Forming:
 
     def create(self, make: Callable[..., Any], *args: Any) -> Any:
         """Make a communicator; collective.
-
-        Args:
-            make: Makes and returns it.
-            *args: Its arguments.
 
         Raises:
             RankGoneError: A rank could not make it, or has died.
@@ -108,7 +101,6 @@ def form_of_living(
     """Build something of the living ranks, again if one of them dies meanwhile; collective.
 
     Args:
-        MPI: The module ``mpi4py.MPI``.
         comm: A communicator of all ranks, with those that have died.
         build: Called with a communicator of the living ranks, and with its forming.
         failed: Gets the communicators of attempts that have failed.

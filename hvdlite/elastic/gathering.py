@@ -18,11 +18,9 @@ class Gathering:
     """Messages between the ranks of a communicator that was made while all of them lived.
 
     Args:
-        MPI: The module ``mpi4py.MPI``.
         comm: A communicator for these messages alone.
 
     Attributes:
-        comm: The communicator.
         dead: The ranks that MPI has reported as dead when they were addressed, and the errors.
     """
 
@@ -47,7 +45,6 @@ class Gathering:
 
         Args:
             tag: The number by which they receive it.
-            content: Any object that can be pickled.
             ranks: The receivers; None: all others.
         """
         # A request that is never tested keeps its communicator, and its number, for ever.
@@ -69,7 +66,6 @@ class Gathering:
 
         Args:
             tag: The number by which it is sent.
-            content: Any object that can be pickled.
             on_wait: Called repeatedly with the missing ranks; it may raise to end the wait.
 
         Returns:

@@ -29,12 +29,7 @@ class LaneState(NamedTuple):
 
 
 class Guard:
-    """The guard of a lane.
-
-    Args:
-        lane: The lane.
-        recovery: Replaces the transports of all lanes when a rank has died.
-    """
+    """The guard of a lane."""
 
     def __init__(self, lane: Lane, recovery: Recovery) -> None:
         self._lane = lane

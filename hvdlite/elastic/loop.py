@@ -110,8 +110,6 @@ class _Stopped(BaseException):
 
 
 class _Attempts:
-    """The calls of a training function, and the recovery between them."""
-
     def __init__(
         self, state: State, rendezvous: Rendezvous, settings: Settings, holders: Sequence[int]
     ) -> None:
@@ -169,21 +167,13 @@ class _Attempts:
             self._is_new = True
 
     def _check_holders(self) -> None:
-        """Require, on a spare, that a rank that has the state still lives.
-
-        Raises:
-            RankGoneError: otherwise what this one has may be anything.
-        """
+        """Require, on a spare, that a rank that has the state still lives."""
         if self._holders and not {*world.current().ids} & {*self._holders}:
             raise RankGoneError(f"rank {world.rank()}: all ranks that had the state have died")
         self._holders = ()
 
     def _count_reset(self) -> None:
-        """Count a new world.
-
-        Raises:
-            HorovodInternalError: there have been too many; on all ranks.
-        """
+        """Count a new world; raise on all ranks if there have been too many."""
         self._resets += 1
         if self._reset_limit and self._resets > self._reset_limit:
             raise HorovodInternalError(
@@ -209,11 +199,7 @@ class _Attempts:
     def _learn(
         self, all_reports: list[_Report | None], failure: HorovodInternalError | None
     ) -> None:
-        """Evaluate the messages of all ranks; None: it has been a spare.
-
-        Raises:
-            HorovodInternalError: too many failures in a row; on all ranks.
-        """
+        """Evaluate the messages of all ranks; None: it has been a spare."""
         reports = [report for report in all_reports if report is not None]
         self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
         # A rank may have failed once more than others, which had not begun yet.

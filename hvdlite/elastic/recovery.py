@@ -297,12 +297,7 @@ class Recovery(Supervisor):
         gathering.meet(ready, None, watch)
 
     def _check(self, attempt: _Attempt) -> None:
-        """Require that all ranks can continue.
-
-        Raises:
-            HorovodInternalError: A rank has failed otherwise than by a death.
-            RankGoneError: The same, and a rank has died, too.
-        """
+        """Raise on all ranks if one of them has failed otherwise than by a death."""
         failures: dict[str, list[int]] = {}
         for rank, lanes in enumerate(attempt.states):
             for failure in {state.failure for state in lanes.values() if state.failure}:
@@ -380,12 +375,6 @@ class _Part:
 class _Attempt:
     """One attempt to form the world of the survivors.
 
-    Args:
-        MPI: The module ``mpi4py.MPI``.
-        comm: A communicator of the survivors.
-        before: The world before, with the ranks that have died.
-        settings: Settings read at ``init()``.
-
     Attributes:
         states: The states of each rank's lanes, by the rank and the lane's name.
         own: The states of this rank's lanes.
@@ -426,10 +415,7 @@ class _Attempt:
         """Make the worlds and the transports; collective. After a failure another attempt follows.
 
         Args:
-            forming: The forming in which all ranks take part.
             engines: The engines of this rank; that of all ranks comes first.
-            states: The states of this rank's lanes, by their names.
-            wanted: The process set that this rank wants.
         """
         parts = {engine.named.name: engine.world.ids for engine in engines[1:]}
         here = wanted and (wanted.name, wanted.ids)
@@ -471,13 +457,7 @@ class _Attempt:
     def _form_part(
         self, ids: Sequence[int], forming: Forming, use: Callable[[World], object]
     ) -> None:
-        """Make the world of a process set, and use it on its ranks.
-
-        Args:
-            ids: The ids of its ranks.
-            forming: The forming in which all ranks take part.
-            use: Makes the transports.
-        """
+        """Make the world of a process set, and use it on its ranks."""
         comm = self.world.split_off(self._mpi, ids, forming.create)
         if comm is None:
             return
@@ -491,7 +471,6 @@ class _Attempt:
         self.part_engine = self.part.make(world)
 
     def _replace(self, engine: Engine | None, world: World) -> None:
-        """Make the transports of an engine's lanes."""
         assert engine is not None  # of a set that this rank is in, and has not removed
         self.worlds[engine.named.name] = world
         for lane in engine.lanes:

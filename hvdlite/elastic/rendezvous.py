@@ -24,9 +24,7 @@ class Rendezvous:
     rank only: unlike a collective, they tell which rank has not come.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks for these messages alone.
-        timeout: seconds to wait for the others.
         pool: forms a world without ranks that have died, and with spares (``hvdliterun
             --elastic``); None: all ranks must come.
         first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.

@@ -28,9 +28,6 @@ _SECONDS_TO_ANSWER = 300.0
 class Launcher:
     """The connection to hvdliterun.
 
-    Args:
-        address: hvdliterun's.
-
     Attributes:
         wants_stop: whether this rank has been asked to stop at its next commit.
 

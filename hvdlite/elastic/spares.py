@@ -59,9 +59,7 @@ class Pool:
     """The ranks of a job and its spares.
 
     Args:
-        MPI: The module ``mpi4py.MPI``.
         comm: Over all of them, the spares last; the pool takes it over.
-        spares: The number of spares.
 
     Without a spare, it forms worlds without the ranks that have died.
 

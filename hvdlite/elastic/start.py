@@ -132,12 +132,7 @@ class Start(Recovery):
         return engine
 
     def _form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
-        """Form the world; if a rank dies meanwhile, the others form another one.
-
-        Raises:
-            HorovodInternalError: A rank cannot, and none has died.
-            ValueError: The ranks' settings or arguments do not fit.
-        """
+        """Form the world; if a rank dies meanwhile, the others form another one."""
         assert _pool is not None
         require_survival(MPI, comm)
         mpi.leave_unfinalized()
@@ -187,7 +182,6 @@ def _with_ranks(
 
     Args:
         process_sets: Those of the script; a spare's does not know of all that there are by now.
-        messages: The messages of all ranks of that world.
     """
     sets: Iterable[list[int] | None] = next((each.sets for each in messages if each), ())
     new_ranks = {each.rank: new for new, each in enumerate(messages) if each}

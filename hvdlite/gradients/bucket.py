@@ -34,14 +34,11 @@ class GradientBucket(Operation):
     It is submitted once in every step. Its payload says which gradients this rank has.
 
     Args:
-        name: of the operation.
         signature: of the whole plan.
         arrays: the send and the result array.
         strategy: how the bucket travels.
 
     Attributes:
-        arrays: the send and the result array.
-        strategy: how the bucket travels.
         awaited: the number of gradients that have not arrived in this step.
         samples: the number of samples that the gradients are averages of; None: all ranks count
             the same.
@@ -105,11 +102,7 @@ class GradientBucket(Operation):
         return f"{self.name!r} (gradients of {', '.join(names[:2])}{more})"
 
     def _check_new(self, position: int) -> None:
-        """Refuse a second gradient of a parameter in one step.
-
-        Raises:
-            ValueError: there has been one.
-        """
+        """Refuse a second gradient of a parameter in one step."""
         if self._kinds_here[position]:
             name = self.arrays.parameters[position].name
             raise ValueError(
@@ -267,16 +260,7 @@ class GradientBucket(Operation):
 
 
 class EmptyBucket(Operation):
-    """The exchange of a bucket on a rank that has joined.
-
-    Args:
-        name: of the operation.
-        signature: of the whole plan.
-        strategy: how the bucket travels.
-        parameters: of the bucket.
-        reduction: sum or average.
-        checks_finite: as in `GradientBucket`.
-    """
+    """The exchange of a bucket on a rank that has joined."""
 
     def __init__(
         self,
@@ -312,8 +296,6 @@ class Comparison(Operation):
     """The comparison of a layout and of replicas, without a bucket.
 
     Args:
-        name: of the operation.
-        signature: of the whole plan.
         snapshot: of this rank's replica, if the ranks compare them.
         on_end: called on success, with whether no rank has joined.
     """

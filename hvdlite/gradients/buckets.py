@@ -41,8 +41,6 @@ class GradientBuckets:
         engine: whose gradient lane is used.
         label: unique, and the same on all ranks; it begins the names of the buckets.
         parameters: in the order of their registration, the same on all ranks.
-        strategy: how buckets travel.
-        reduction: sum, average or Adasum.
         also: what else must be equal on all ranks, in pairs.
         memory: of the device that all gradients lie on. Slots are tensors there, and so are
             results, which all steps share: their owner copies from them. None: host memory,
@@ -197,7 +195,6 @@ class GradientBuckets:
         The other elements are copied into the slot, and the gradient is marked as usual.
 
         Args:
-            number: the parameter's.
             first: the position of these elements in the flat gradient.
             part: the elements, flat; they must not change until the step has ended.
         """
@@ -269,7 +266,6 @@ class GradientBuckets:
         exchange of the same label, so such exchanges may take turns.
 
         Args:
-            index: the bucket's position in ``plan``.
             gradients: those of this rank, by the parameter's number. Neighbours in the bucket may
                 come as one flat array, by the first one's number. They must not change until
                 `finish_bucket`.
@@ -336,7 +332,6 @@ class GradientBuckets:
         """Wait for a bucket that has been started.
 
         Args:
-            index: the bucket's position in ``plan``.
             leaves_out: whether the caller leaves out a step whose averages are not finite. Such
                 averages are then no error here, and `count_step` logs that.
 
@@ -388,9 +383,6 @@ class GradientBuckets:
     def compare(self, check: ReplicaCheck | None = None) -> None:
         """Compare the parameters as `start_bucket` does, where there is no bucket.
 
-        Args:
-            check: as there.
-
         Raises:
             HorovodInternalError: the ranks differ.
         """
@@ -408,10 +400,6 @@ class GradientBuckets:
 
     def submit(self, index: int, begin: bool = True) -> None:
         """Submit the exchange of a bucket as it is now.
-
-        Args:
-            index: the bucket's position in ``plan``.
-            begin: as in `Lane.submit`.
 
         Raises:
             HorovodInternalError: communication has failed before.

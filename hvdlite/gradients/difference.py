@@ -84,7 +84,6 @@ def _count(differing: Sequence[str], labels: Iterable[str]) -> str:
 
 
 def _cause(is_option: bool, were_equal: bool, count: str, remedy: str) -> str:
-    """Return likely causes of a difference, and what to do."""
     if is_option and not were_equal:
         also = f", and call {remedy}, because {count} differ, too" if count else ""
         return f"make the same optimizer, with the same arguments, on all ranks{also}"

@@ -167,7 +167,6 @@ class GradientExchange:
         `finish` still has to end the step, since earlier buckets have been sent.
 
         Args:
-            *numbers: of parameters.
             sparse: for parameters with sparse gradients, the numbers of sparse axes.
 
         Raises:
@@ -244,7 +243,6 @@ class GradientExchange:
     # Comparing
 
     def _compare(self) -> None:
-        """Start to compare the parameters across ranks, before anything is exchanged."""
         if self._comparison is None:
             name = f"{self.buckets.label}: its parameters"
             self._comparison = self.buckets.lane.submit(
@@ -319,7 +317,6 @@ class GradientExchange:
         self._sent += 1
 
     def _complete(self) -> None:
-        """Send the buckets that have not been sent yet, and wait for all."""
         failure: HorovodInternalError | None = None
         try:
             if self._state is State.COMPARING:

@@ -66,9 +66,6 @@ class ExchangeState:
         A rank outside the process set ignores it.
 
         Args:
-            saved: as it was returned.
-            op: of the gradients.
-            process_set: the ranks that take part.
             is_own: whether this process has saved it, maybe under another number. A schedule that
                 has made its first step since begins anew.
         """

@@ -32,7 +32,6 @@ def check_finite(arrays: Bucket, transport: Transport) -> None:
 
     Args:
         arrays: After the exchange; its gradients are still there.
-        transport: Connects the ranks.
 
     Raises:
         NotFiniteError: They are not; on all ranks.

@@ -70,7 +70,6 @@ class GradientPath(Protocol):
         """Refuse an optimizer whose calls are not all steps.
 
         Args:
-            options: Of its exchange.
             accumulates: Keras accumulates the gradients of several calls.
             scales_loss: Keras scales the loss and skips steps that overflow.
 
@@ -89,11 +88,9 @@ class GradientPath(Protocol):
         """Make a step, or a part of one.
 
         Args:
-            gradients: Of this rank.
             variables: Their variables, the same on all ranks.
             batch_size: The number of samples that the gradients average; None: not given.
             moments: Returns what the optimizer keeps for a variable, by name.
-            apply: Applies gradients.
 
         Returns:
             What ``apply`` returns, or None.
@@ -162,8 +159,6 @@ class Synchronizer:
 
     Args:
         optimizer: The optimizer; only a weak reference is kept.
-        options: How gradients are exchanged.
-        backend: Makes the framework's part.
         leaves_out: Whether the optimizer can leave out a step.
 
     Attributes:
@@ -250,10 +245,6 @@ class Synchronizer:
         """Return whether to make a step on averages: a bool, or a tensor in a graph.
 
         It is the same on all ranks, so gradients of local variables do not count.
-
-        Args:
-            gradients: From `reduce`.
-            variables: Their variables.
         """
         if not self.may_leave_out:
             return True

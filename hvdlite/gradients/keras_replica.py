@@ -69,11 +69,7 @@ class OptimizerReplica:
         return found
 
     def state(self, weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """Return pairs of a label and a variable: all that the optimizer keeps for some weights.
-
-        Args:
-            weights: Pairs of a name and a variable.
-        """
+        """Return pairs of a label and a variable: all that the optimizer keeps for some weights."""
         optimizer = self._optimizer()
         if optimizer is None or not hasattr(optimizer, "_kept_for"):
             return []
@@ -106,12 +102,7 @@ def unique(names: Iterable[str]) -> list[str]:
 
 
 def kept_in_common(optimizer: Any, kept: Iterable[Any]) -> list[Any]:
-    """Return the variables of an optimizer that belong to no weight; the rate is an option.
-
-    Args:
-        optimizer: An optimizer.
-        kept: Those that belong to a weight.
-    """
+    """Return the variables of an optimizer that belong to no weight; the rate is an option."""
     others = set(map(id, kept))
     return [
         each

@@ -22,7 +22,6 @@ class LossExchange:
     Args:
         label: begins the names of the operations; the same on all ranks.
         op: Average or Sum, as the gradients'.
-        process_set: the ranks that take part.
     """
 
     def __init__(self, label: str, op: ReduceOp, process_set: ProcessSet) -> None:

@@ -127,8 +127,6 @@ def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -
     that another rank has.
 
     Args:
-        payloads: by rank.
-        parameters: their number.
         members: global ranks, used in messages.
 
     Raises:

@@ -24,12 +24,6 @@ class ExchangeSchedule:
     ) -> tuple[ExchangeSchedule | None, int]:
         """Check a schedule against the other arguments of an optimizer.
 
-        Args:
-            strategy: how gradients, or weights, travel.
-            reduction: sum, average or Adasum.
-            passes: backward passes per step.
-            sparse_as_dense: whether sparse gradients are exchanged as dense ones.
-
         Returns:
             The schedule if it has gradient paths of its own, else None; and the backward passes.
 
@@ -131,9 +125,6 @@ def check_exchange(
         compression: a strategy, a user's class, a preset or the name of one.
         schedule: one of ``hvd.Schedule``; None: gradients, in every step.
         conversion: of the tensors that a user's class gets.
-        reduction: sum, average or Adasum.
-        passes: backward passes per step.
-        sparse_as_dense: whether sparse gradients are exchanged as dense ones.
 
     Returns:
         The strategy; the schedule if it has gradient paths of its own, else None; and the backward

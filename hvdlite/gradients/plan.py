@@ -25,7 +25,6 @@ def plan_buckets(
     so that communication starts early (Li et al. 2020, arXiv:2006.15704).
 
     Args:
-        parameters: in the order of their registration.
         cap: bytes after which a bucket is closed.
         first_cap: the same for the first bucket.
         kinds: one for each parameter; only parameters of one kind and dtype share a bucket.
@@ -94,7 +93,6 @@ def describe_sources(
     """Describe everything that a tape or an optimizer has gradients of, in any framework.
 
     Args:
-        sources: in their order.
         sparse: positions of those that do not travel in buckets.
 
     Returns:

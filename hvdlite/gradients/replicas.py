@@ -166,7 +166,6 @@ class ReplicaCheck:
 
         Args:
             world: another object after ``init()`` has been called again: everything is due anew.
-            settings: of the world.
         """
         if self._world() is not world:
             self._world = weakref.ref(world)
@@ -194,7 +193,6 @@ class ReplicaCheck:
         return self._last_options[0]
 
     def _begin_rotation(self) -> None:
-        """Take the arrays that there are now."""
         self.rotation = Rotation(self._values(), self._to_array, self._stride(), self.rotation)
         self._position, self._found_at = 0, self._steps + 1
 
@@ -238,16 +236,7 @@ class ReplicaCheck:
 
 
 class _Entry(NamedTuple):
-    """An array of a rotation.
-
-    Attributes:
-        label: as in `ReplicaCheck`.
-        find: as there.
-        shape: at the beginning of the rotation, as the others.
-        dtype: of the framework.
-        itemsize: in bytes.
-        size: the number of elements.
-    """
+    """An array of a rotation, described as it was at its beginning."""
 
     label: str
     find: Find
@@ -405,8 +394,6 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
 
     Args:
         digests: of the snapshots, by rank; empty where a rank has none.
-        snapshot: this rank's.
-        transport: of the ranks.
 
     Raises:
         MismatchError: on all ranks; the replicas differ.

@@ -81,10 +81,7 @@ def load(
     own.
 
     Args:
-        state: to fill.
         saved: {}: there was no state.
-        op: of the gradients.
-        process_set: the ranks that take part.
         is_own: whether this process has saved it, maybe under another number.
     """
     if not saved:
@@ -129,9 +126,7 @@ def consolidate(state: StrategyState, name: str, process_set: ProcessSet) -> Non
     """Give every rank the average of all ranks' states; collective.
 
     Args:
-        state: to change.
         name: of the operations, the same on all ranks.
-        process_set: the ranks that take part.
 
     Raises:
         HorovodInternalError: communication failed.

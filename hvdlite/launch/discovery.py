@@ -108,11 +108,7 @@ class Discovery:
             reported = failure
 
     def _ask(self) -> list[Host]:
-        """Run the script, and return the hosts that it prints.
-
-        Raises:
-            StartError: it fails.
-        """
+        """Run the script, and return the hosts that it prints."""
         what = f"--host-discovery-script {self.script}"
         # Files, since a child that the script leaves behind may keep a pipe open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -171,8 +167,6 @@ class Sizes:
     """Decides how many ranks a job has, and when it stops to have another number.
 
     Attributes:
-        discovery: knows the hosts.
-        blacklist: of hosts on which processes have failed.
         least: the job waits for more hosts when it has fewer ranks.
         most: the most ranks that it may have.
         spares: slots that it needs beside those of the ranks.
@@ -252,11 +246,6 @@ class Sizes:
 
         These are, after a failure of mpirun itself, the hosts on which no process of any run has
         started: one that cannot be reached keeps mpirun from starting any process.
-
-        Args:
-            plan: of the run.
-            server: of the run.
-            failed: whether it has ended with an error.
         """
         self._proven |= {host_key(name) for names in server.hosts.values() for name in names}
         if not failed or server.exited or not self._proven:

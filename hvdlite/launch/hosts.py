@@ -122,7 +122,6 @@ def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str
     """Log in to a host by ssh; return why that fails, or an empty text.
 
     Args:
-        host: its name.
         arguments: more of them for ssh.
         seconds: in which it must answer.
     """
@@ -149,7 +148,6 @@ def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
     """Refuse hosts that neither this host's resolver nor ssh's configuration knows.
 
     Args:
-        hosts: the hosts.
         arguments: more of them for ssh.
 
     Raises:

@@ -109,8 +109,6 @@ def follow(
     """Run mpirun to its end, and end it when a rank or a signal demands it.
 
     Args:
-        job: what it starts.
-        server: where the ranks report.
         check: called again and again; what it raises ends the job.
         captures: whether mpirun reads nothing, and the server shows what it prints.
 

@@ -34,7 +34,6 @@ class Mpirun(ABC):
     """One flavour of mpirun.
 
     Args:
-        path: the program.
         version: its version, as ``5.0.11``.
     """
 
@@ -72,11 +71,9 @@ class Mpirun(ABC):
         """Return its command line.
 
         Args:
-            num_proc: number of processes.
             hosts: where they run; empty: here, or wherever the batch system says.
             command: what each process runs.
             exported: variables that it must carry to other hosts.
-            more: arguments of its own.
         """
         where = [self.host_option, listed(hosts)] if hosts else []
         words = [self.path, "-np", str(num_proc), *where, *self.export(exported)]
@@ -90,7 +87,6 @@ class Mpirun(ABC):
         """Return the variables that it needs and that the user may override.
 
         Args:
-            root: whether the user is root.
             here: whether all ranks run on this host.
             folder: a folder of this job alone.
         """

@@ -127,7 +127,6 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
     Args:
         parent: process id of the parent, known for certain.
-        by: the signal.
     """
     import ctypes
 
@@ -141,7 +140,6 @@ def describe(who: str, code: int) -> str:
     """Say in one line how a process ended.
 
     Args:
-        who: its name.
         code: its exit code, or minus the number of the signal that killed it.
     """
     if code >= 0:
@@ -435,9 +433,6 @@ def _report(channel: Channel | None, code: int, text: str, folder: str, under_wa
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
-        channel: to the launcher; None: there is none.
-        code: how the command ended.
-        text: the same in words.
         folder: of this rank, whose notes go when it has been named.
         under_way: whether the manager is already ending the job.
     """

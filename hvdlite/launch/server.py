@@ -70,7 +70,6 @@ class Server:
         spares: the number of processes that wait beside them.
 
     Attributes:
-        folder, ranks, spares: see above.
         address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
         results: the parts of the results, by rank.
@@ -139,7 +138,6 @@ class Server:
         """Show what mpirun itself prints.
 
         Args:
-            output: its standard output or error.
             kind: the kind of a rank's lines of the same stream.
         """
 

@@ -29,13 +29,7 @@ _INNERMOST, _OUTERMOST = 16, 8
 
 
 class _Rank(NamedTuple):
-    """A rank that has been asked.
-
-    Attributes:
-        path: its file.
-        pid: its process.
-        size: of the file, before it was asked.
-    """
+    """A rank that has been asked, and the size of its file before."""
 
     path: Path
     pid: int

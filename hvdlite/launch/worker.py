@@ -60,7 +60,6 @@ def _reporting(channel: Channel, doing: str, is_callers: bool = False) -> Iterat
     """End the job on an exception, and send it to the caller.
 
     Args:
-        channel: to the caller.
         doing: what is being done, for the message.
         is_callers: whether the caller shall see the exception as it is, if that is possible.
     """
@@ -116,12 +115,7 @@ def unpack(parts: Sequence[Part]) -> Any:
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - not an error, but where one comes from
-    """The cause of an exception that came from a rank; its text is the traceback there.
-
-    Attributes:
-        rank: which rank.
-        host: on which host.
-    """
+    """The cause of an exception that came from a rank; its text is the traceback there."""
 
     def __init__(self, rank: int, host: str, text: str) -> None:
         super().__init__(f"on rank {rank} (host {host}):\n{text}")
@@ -152,7 +146,6 @@ class RemoteError(NamedTuple):
         """Describe an exception that was caught on this rank.
 
         Args:
-            error: the exception.
             doing: what the rank did.
             is_callers: whether it is to be raised in the caller.
         """

@@ -42,8 +42,6 @@ class JobRank(NamedTuple):
     """This process as a rank of a job, which an exception ends.
 
     Attributes:
-        rank: this rank.
-        size: the number of ranks.
         job: the job's name, the same on all ranks.
         is_elastic: whether the other ranks go on without this one.
     """
@@ -148,8 +146,6 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
     """Print the traceback, or one line if another rank has printed the same.
 
     Args:
-        job_rank: this rank.
-        error: the exception that ends it.
         print_it: prints the traceback with the hook that the user had installed before.
     """
     is_told = _leave_out_own_frames(error)

@@ -76,7 +76,6 @@ class Timeline:
 
     Args:
         path: of the file, in an existing folder; all ranks that can reach it share it.
-        rank: of this process.
         run: the same on all ranks; a file of another run is replaced.
         mark_cycles: whether lanes record CYCLE_START.
 
@@ -264,8 +263,6 @@ def stop() -> None:
 
 
 class _Span:
-    """Context manager that records the duration of its block."""
-
     def __init__(self, trace: Timeline, row: str, event: str, args: dict[str, Any]) -> None:
         self._trace, self._row, self._event, self._args = trace, row, event, args
 

@@ -65,9 +65,7 @@ def write(file: IO[bytes], structure: Any, arrays: _Arrays, tensor_key: str) -> 
     """Write what `flatten` has returned.
 
     Args:
-        file: open for writing.
         structure: the tree in JSON.
-        arrays: its arrays, as checked by `check`.
         tensor_key: the only key of the dicts that mark an array as a tensor; empty: none do.
     """
     names = _names(structure, len(arrays), tensor_key)
@@ -136,7 +134,6 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
 
 
 def _foreign_structure(names: list[str], tensor_key: str) -> Any:
-    """Return the structure of a dict of arrays or, with a key for tensors, of tensors."""
     leaves: list[Any] = [{"array": [number, None]} for number in range(len(names))]
     if tensor_key:
         leaves = [{"dict": [[tensor_key, leaf]]} for leaf in leaves]

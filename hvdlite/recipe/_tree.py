@@ -78,7 +78,6 @@ def map_leaves(
     """Return the tree with every leaf converted.
 
     Args:
-        convert: Returns the replacement of a leaf.
         tree: Mappings, lists and tuples, which come back as dicts, lists and tuples.
         is_leaf: Returns True for mappings, lists and tuples that are leaves too.
 

@@ -38,7 +38,6 @@ class Batches(Member):
 
     Attributes:
         sharding: That of the next iteration, or of the one in progress.
-        is_ahead: As given.
         trains: Whether the batches are used for training, if that is known.
     """
 
@@ -87,7 +86,6 @@ class Batches(Member):
             self._is_over = self._is_at_end = step == numbered.steps
 
     def _end(self, epoch: int) -> None:
-        """Note that a loop over an epoch has come to its end."""
         if self._epoch == epoch:
             self._is_over = self._is_over or not self.sharding.steps  # the rest of it was empty
             self._is_at_end = False
@@ -186,7 +184,6 @@ class Batches(Member):
         self._is_over = self._is_at_end = False
 
     def _begin_next(self) -> tuple[int, Sharding]:
-        """Begin an iteration, and return its epoch and its sharding."""
         self._begin(self.position()[0], self.upcoming)
         return self._epoch, self.sharding
 

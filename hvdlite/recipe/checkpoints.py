@@ -180,7 +180,6 @@ class Checkpoint:
                 ) from error
 
     def _wait(self) -> None:
-        """Wait until the thread has written, and raise its error."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             atexit.unregister(self._report)

@@ -16,8 +16,6 @@ _Result = TypeVar("_Result")
 
 
 class _Layout(NamedTuple):
-    """The arrays that one rank gives to `gather`."""
-
     samples: int
     rows: tuple[tuple[Any, tuple[int, ...]], ...]  # dtype and shape of each array's rows
     has_places: bool

@@ -174,7 +174,6 @@ class Progress(Generic[_Batch]):
         self.close()
 
     def _begin(self) -> None:
-        """Begin to measure rates."""
         self._began, self._first, self._samples = time.perf_counter(), self._steps, 0
         self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
 

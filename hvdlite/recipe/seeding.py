@@ -98,7 +98,6 @@ def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:
     """Make `seed` call a function with an integer below 2 ** 64, which differs by rank.
 
     Args:
-        framework: The function.
         parts: Whether `seed_part` calls it, too; not if it takes long.
     """
     _frameworks[framework] = parts

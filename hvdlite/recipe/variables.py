@@ -55,7 +55,6 @@ def different_on(rank: int, state: Any) -> Any:
     """Return the state that a generator has on a rank if it has this one on rank 0.
 
     Args:
-        rank: The rank.
         state: Seed and count, integers of shape (2,).
     """
     seed, count = (int(number) for number in state)

@@ -13,12 +13,7 @@ from hvdlite.schedule.schedules import LocalSchedule
 
 
 class KerasSteps(GradientPath):
-    """A `GradientPath` with local steps: on own or reduced gradients, with exchanges of weights.
-
-    Args:
-        synchronizer: of the optimizer.
-        backend: of its framework.
-    """
+    """A `GradientPath` with local steps: on own or reduced gradients, with exchanges of weights."""
 
     stepped = True
 

@@ -34,8 +34,6 @@ class Moment(NamedTuple):
 
     Attributes:
         name: unique for the weight, such as ``exp_avg``.
-        array: the current values.
-        write: replaces the values.
     """
 
     name: str
@@ -70,8 +68,6 @@ def check_unweighted(batch_size: Any) -> None:
 
 
 class _Entry(NamedTuple):
-    """An array to average, and how to replace it."""
-
     parameter: Parameter
     array: Any
     write: Callable[[Any], None]
@@ -97,7 +93,6 @@ class LocalSteps:
         strategy: how weights, or their changes, travel.
         reduction: of changes; weights are averaged.
         label: prefix of the names of the exchanges; unique, and the same on all ranks.
-        process_set: the ranks that take part.
 
     Attributes:
         parameters: those that take part.
@@ -260,7 +255,6 @@ class LocalSteps:
         """Load a `state_dict`, on all ranks.
 
         Args:
-            state: as it was returned.
             is_own: whether this process has saved it, maybe under another number.
         """
         self._unwritten.clear()

@@ -38,7 +38,6 @@ class OuterOptimizer:
         """Store weights as their anchors, all or none, except those that have one already.
 
         Args:
-            names: of the weights.
             read: returns a weight by its position in ``names``.
         """
         anchors = {}
@@ -65,7 +64,6 @@ class OuterOptimizer:
         """Remove the anchor of a weight, and return the new weight.
 
         Args:
-            name: of the weight.
             gradient: the outer gradient of all ranks; overwritten.
         """
         anchor = self._spare[name] = self.anchors.pop(name)
@@ -104,5 +102,4 @@ class OuterOptimizer:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype to compute in."""
     return np.dtype(np.float32) if is_floating(dtype) and dtype.itemsize == 2 else dtype

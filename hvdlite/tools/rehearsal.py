@@ -232,7 +232,6 @@ def _observe(point: str, *about: Any) -> None:
 
 
 def _corrupt(operation: Operation, step: int) -> None:
-    """Corrupt a contribution that is selected for that."""
     for fault in [each for each in _left if each.corrupts_exchange]:
         if fault.step not in (0, step):
             continue

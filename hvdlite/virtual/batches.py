@@ -53,7 +53,6 @@ class BatchesInTurns(Batches):
         self._end(epoch)
 
     def _part(self, indices: npt.NDArray[np.int64], rank: int) -> Any:
-        """Return the batch of a virtual rank."""
         self._turns.load(None if self.is_ahead else rank, self)
         self._yielded += 1
         self._check_skipped()

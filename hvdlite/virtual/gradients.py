@@ -125,7 +125,6 @@ class VirtualExchange:
         label: unique, and the same on all processes.
         size: the number of virtual ranks.
         parameters: in the order of their registration.
-        strategy: how buckets travel.
         reduction: sum or average.
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
@@ -343,9 +342,6 @@ class VirtualExchange:
     def find_holders(self, reports: Sequence[Holdings]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
 
-        Args:
-            reports: the holdings of all processes.
-
         Raises:
             GradientError: nobody has that of a virtual rank; on all processes.
         """
@@ -381,8 +377,6 @@ class VirtualExchange:
         """Set what strategies remember of some or all virtual ranks.
 
         Args:
-            exchanges: the number of exchanges before.
-            states: by virtual rank.
             is_own: whether this process has kept them, not a checkpoint.
         """
         self.restart()
@@ -397,8 +391,6 @@ class _Report(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
-        parts: that it has computed, by virtual rank.
-        holdings: its states.
         replica: the digest of its replica, or b"".
         start: the digest of `VirtualExchange.start`.
     """
@@ -413,8 +405,6 @@ class _Exchange(Operation):
     """An attempt to exchange all parts of a step.
 
     Args:
-        owner: whose parts are exchanged.
-        snapshot: of this process's replica, if replicas are compared.
         keeps_copies: whether each process keeps a copy of what another one's strategies remember.
 
     Attributes:
@@ -463,12 +453,7 @@ class _Exchange(Operation):
             states[rank].load_state_dict(self._before.get(rank, {}))
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
-        """Exchange all parts, if no one is missing.
-
-        Raises:
-            GradientError: on all processes; nothing has been exchanged.
-            MismatchError: on all processes; their replicas differ, or what the step begins with.
-        """
+        """Exchange all parts, if no one is missing."""
         owner = self._owner
         reports = self._gather_reports(transport)
         done = [[*sorted(each.parts)] for each in reports]
@@ -567,11 +552,7 @@ def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]
 
 
 def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
-    """Refuse a step that does not begin with the same on all processes; collective.
-
-    Raises:
-        MismatchError: always, on all processes.
-    """
+    """Refuse a step that does not begin with the same on all processes; collective."""
     messages = map(pickle.loads, transport.gather(pickle.dumps(start)))
     what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
     raise MismatchError(
@@ -583,11 +564,7 @@ def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
 
 
 def _weights(reports: Sequence[_Report], size: int) -> list[float] | None:
-    """Return the factor of each virtual rank's gradients in the average; None: all are 1.
-
-    Raises:
-        GradientError: only some have a number of samples, or all together have none.
-    """
+    """Return the factor of each virtual rank's gradients in the average; None: all are 1."""
     samples = {rank: part.samples for each in reports for rank, part in each.parts.items()}
     silent = sorted(rank for rank, n in samples.items() if n is None)
     if len(silent) == size:

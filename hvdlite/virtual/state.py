@@ -102,10 +102,6 @@ class _Consolidation(Operation):
     """The exchange of what strategies remember of all virtual ranks.
 
     A process that has died cannot send it, but another that has a copy can.
-
-    Args:
-        name: the same on all processes.
-        owner: whose states are sent.
     """
 
     def __init__(self, name: str, owner: VirtualExchange) -> None:
@@ -114,11 +110,7 @@ class _Consolidation(Operation):
         self._owner = owner
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
-        """Return the states of all virtual ranks that any process has.
-
-        Raises:
-            GradientError: as `VirtualExchange.find_holders`.
-        """
+        """Return the states of all virtual ranks that any process has."""
         owner = self._owner
         messages = transport.gather(pickle.dumps(tuple(owner.holdings)))
         holders = owner.find_holders([Holdings(*pickle.loads(each)) for each in messages])

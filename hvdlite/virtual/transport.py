@@ -29,7 +29,6 @@ def largest_nodes(leaves: Collection[int], first: int, stop: int) -> list[Node]:
     """Return the largest parts of a tree all of whose leaves are given, from left to right.
 
     Args:
-        leaves: numbers of leaves.
         first: the tree's first leaf.
         stop: the one after its last.
     """
@@ -183,7 +182,6 @@ class VirtualRanks:
             self._turn.notify_all()
 
     def _perform(self, calls: Sequence[_Call | None]) -> list[Any]:
-        """Run a collective for all virtual ranks of this process."""
         methods = {call.method if call else "the end" for call in calls}
         if len(methods) > 1:
             found = ", ".join(
@@ -287,7 +285,6 @@ def _nodes(leaves: Sequence[int], size: int, adds_up: bool) -> list[Node]:
 
 
 def _joined(pieces: Sequence[Any]) -> Any:
-    """Return flat byte arrays as one."""
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate([*pieces, np.empty(0, np.uint8)])
@@ -302,12 +299,7 @@ def _separate(buffer: Any, targets: Sequence[Any]) -> None:
 
 
 class VirtualTransport(Transport):
-    """The collectives of one virtual rank, for the strategies of `hvdlite.compression`.
-
-    Args:
-        ranks: all virtual ranks.
-        position: that of this one among its process's.
-    """
+    """The collectives of one virtual rank, for the strategies of `hvdlite.compression`."""
 
     title = "virtual ranks"
 

@@ -72,7 +72,6 @@ def measure(
     """Time sums of float32 in place; collective.
 
     Args:
-        comm: all ranks.
         framework: ``torch`` or ``numpy``: whose interface of hvdlite is called.
         contenders: names, as in `hvdlite.tools.bench.contenders`.
         sizes: bytes of the arrays.
@@ -165,7 +164,6 @@ def _empty(nbytes: int) -> Array:
 def _libraries(
     comm: MPI.Comm, framework: str, names: Sequence[str]
 ) -> Iterator[dict[str, Library]]:
-    """Provide the libraries that sum, by contender."""
     own = {
         "hvdlite": Library(
             lambda array, name: hvd.allreduce(array, name=name, op=hvd.Sum, out=array),

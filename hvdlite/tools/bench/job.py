@@ -136,7 +136,6 @@ def computing(node: Any, count: int) -> Iterator[None]:
 
 
 def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int) -> Outcome | None:
-    """Call the function on this rank."""
     from mpi4py import MPI
 
     watch()

@@ -29,7 +29,6 @@ def measure(
     """Time training steps of one model; collective.
 
     Args:
-        comm: all ranks.
         framework: ``torch`` or ``tensorflow``.
         contenders: names, as in `hvdlite.tools.bench.contenders`.
         workload: a name of `WORKLOADS`.

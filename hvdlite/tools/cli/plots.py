@@ -83,11 +83,7 @@ def speed_over_ranks(
     """Draw speeds against the ideal line.
 
     Args:
-        axes: to draw on.
-        ranks: the numbers of ranks.
         single: the speed of one rank.
-        series: the measured speeds.
-        unit: of the speeds.
     """
     ideal = [number * single for number in ranks]
     axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")

@@ -66,7 +66,6 @@ def run(
     Args:
         title: of the job, for these lines.
         options: of ``hvdliterun``.
-        command: as `command_of` returns it.
         variables: environment variables beside those of this process.
         timeout: seconds until the job is ended.
     """

@@ -194,9 +194,7 @@ class Analysis:
     Attributes:
         file: its path.
         origin: the program that wrote it: hvdlite or Horovod.
-        events: the number of its events.
         problem: why the rest of the file is missing; empty: it is complete.
-        steps: the steps.
         shares: by rank.
         slowest: None: one rank, or no rank waited.
         waited_for: seconds that each rank waited for each other rank: rows wait for columns.

@@ -23,9 +23,6 @@ _decode = json.JSONDecoder().raw_decode
 class TraceReader:
     """The Chrome trace events of a file: an array, or an object with ``traceEvents``.
 
-    Args:
-        path: of the file.
-
     Attributes:
         events: the number of events read so far.
         problem: why there are no more events, if not because the file is complete; else empty.

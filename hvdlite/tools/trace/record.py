@@ -192,7 +192,6 @@ class _HorovodTensors:
         self._arrivals: dict[Any, dict[int, int]] = defaultdict(dict)
 
     def add(self, event: Event) -> None:
-        """Add one event."""
         tensor, phase, time = event["pid"], event["ph"], _number(event["ts"])
         if phase == "B":
             self._open[tensor].append((event["name"], time))
