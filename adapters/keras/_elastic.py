@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hvdlite.elastic.state import CapturingHandler, ObjectState, State, VariablesHandler
-from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import batches_per_call, build_optimizer
@@ -69,28 +68,25 @@ class _ExchangeHandler(CapturingHandler):
     """Handles what an optimizer's compression and schedule remember."""
 
     def capture(self) -> Any:
-        if (synchronizer := self._synchronizer()) is not None:
-            return synchronizer.state.state_dict(synchronizer.options.process_set)
-        return None
+        return self._ask("state_dict")
 
     def capture_common(self) -> Any:
-        if (synchronizer := self._synchronizer()) is not None:
-            return synchronizer.state.common_state_dict(synchronizer.options.process_set)
-        return None
+        return self._ask("common_state_dict")
 
     def apply(self, captured: Any, is_own: bool = False) -> None:
-        synchronizer = self._synchronizer()
-        if synchronizer is not None and captured is not None:
-            synchronizer.load_state(captured, is_own)
+        part = distributed_part(self.value)
+        if part is not None and captured is not None:
+            part._hvdlite.load_state(captured, is_own)
 
     def gather(self) -> None:
-        if (synchronizer := self._synchronizer()) is not None:
-            synchronizer.state.consolidate(synchronizer.options.process_set)
+        self._ask("consolidate")
 
-    def _synchronizer(self) -> Synchronizer | None:
-        """Return the exchange of the optimizer's gradients; None: it has none."""
+    def _ask(self, method: str) -> Any:
+        """Call a method of the optimizer's state; None: the optimizer is not distributed."""
         part = distributed_part(self.value)
-        return None if part is None else part._hvdlite
+        if part is None:
+            return None
+        return getattr(part._hvdlite.state, method)(part._hvdlite.options.process_set)
 
 
 # For each state, the callbacks that update its ``batch`` and its ``epoch``.

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdlite.compression import Parameter
 from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
 from hvdlite.tensorflow.device import pin_device
-from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
 
@@ -52,7 +52,8 @@ class Backend:
 
     def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
         """Return whether all dense gradients are finite, a bool tensor."""
-        return are_finite(gradients)
+        dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.dtype.is_floating]
+        return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""

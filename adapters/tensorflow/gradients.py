@@ -59,7 +59,7 @@ class GradientAllreduce:
         state: The state of the compression for all sources; None: one for each list of variables.
         checks: Compare the sources across ranks; None: they may differ.
         leaves_out: Whether the caller, with ``HVDLITE_NOT_FINITE=skip``, leaves out steps whose
-            averages are not finite (`are_finite`); otherwise they are an error then.
+            averages are not finite; otherwise they are an error then.
     """
 
     strategy: Strategy
@@ -125,9 +125,9 @@ class GradientAllreduce:
             given = self.checks.given(sources, self.process_set, spec.label)
             earlier = [] if given else _updates_before(check, self.checks, sources)
         with in_order(), tf.control_dependencies(earlier):
-            exchange = _BucketExchange(spec, dense, weight, check, self.leaves_out)
-            if given is not None:
-                exchange.give_weights(given, list(map(value_of, sources)))
+            inner = [] if given is None else map(value_of, sources)
+            weights = [tf.convert_to_tensor(v) for v in inner if isinstance(v, tf.Variable)]
+            exchange = _BucketExchange(spec, dense, weight, check, self.leaves_out, given, weights)
             for number, gradient in exchange.run().items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
@@ -150,12 +150,6 @@ class GradientAllreduce:
         if not self.strategy.stateful:
             return None
         return exchange_state(sources).state if self.state is None else self.state
-
-
-def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-    """Return whether all dense gradients are finite, a bool tensor."""
-    dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
-    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
 
 
 # For each graph, the comparisons that it makes.
@@ -289,6 +283,8 @@ class _BucketExchange:
         weight: Sequence[tf.Tensor],
         check: ReplicaCheck | None,
         leaves_out: bool,
+        given: GivenWeights | None,
+        weights: Sequence[tf.Tensor],
     ) -> None:
         self._spec = spec
         self._gradients = gradients
@@ -300,14 +296,8 @@ class _BucketExchange:
         self._plan = plan_for(spec.in_buckets, spec.strategy, settings)
         self._runs = [list(self._runs_of(members)) for members in self._plan]
         self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
-        self._given: GivenWeights | None = None
-        self._weights: list[tf.Tensor] = []
-
-    def give_weights(self, given: GivenWeights, sources: Sequence[Any]) -> None:
-        """Have the graph give the values of variables to the comparison."""
         self._given = given
-        variables = [source for source in sources if isinstance(source, tf.Variable)]
-        self._weights = [tf.convert_to_tensor(variable) for variable in variables]
+        self._weights = weights  # which the graph gives to the comparison
 
     def _runs_of(self, members: Sequence[int]) -> Iterator[list[int]]:
         """Yield the gradients of a bucket that are here: small neighbours together, in graphs."""

@@ -79,13 +79,9 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
 def _users_level() -> int:
     """Return the ``stacklevel`` of the first line outside of hvdlite, for a warning of a caller."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith("hvdlite."):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "hvdlite"
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -186,7 +182,7 @@ class Scaling:
             # Wide enough for the divisor, too: there may be more ranks than fit an int8.
             values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False)
             return (values - np.fmod(values, self.divisor)) // self.divisor
-        return np.trunc(values.astype(np.float64) * self.factor / self.divisor)
+        return scale_integers(values, self.factor, self.divisor)
 
 
 def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:

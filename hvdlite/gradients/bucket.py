@@ -17,7 +17,6 @@ from hvdlite.base.reduction import ReduceOp, is_floating
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import HorovodInternalError
 from hvdlite.gradients import metadata, replicas
 from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import DENSE, Metadata
@@ -166,11 +165,6 @@ class GradientBucket(Operation):
             if self._has_result and not self.keeps_result:
                 self.release(self.arrays.result)
                 self._has_result = False
-
-    def settle(self) -> None:
-        """Wait until the exchange has ended or failed, so that slots may be written."""
-        with contextlib.suppress(HorovodInternalError):
-            self.wait()
 
     def order_writes(self) -> None:
         """Order writes into slots after the last exchange; on the host its end does that."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from hvdlite import compression
 from hvdlite.base.arrays import describe
 from hvdlite.base.interrupts import leave, uninterrupted
-from hvdlite.base.reduction import ReduceOp, check
+from hvdlite.base.reduction import ReduceOp
+from hvdlite.base.reduction import check as check_dtype
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
@@ -86,7 +88,12 @@ class GradientBuckets:
         self.state = StrategyState() if state is None else state
         self.reduction = reduction
         self._memory = memory
-        _check_op(reduction.op, strategy, self.parameters, memory)
+        check_op(strategy, reduction.op)
+        if reduction.op is ReduceOp.ADASUM:
+            if memory is not None:
+                raise ValueError("Adasum combines gradients on the host; leave out memory")
+            for parameter in self.parameters:
+                check_dtype(reduction.op, parameter.dtype)
         self._settings = engine.settings
         self.check = check
         # The same for the buckets that replace these in a new world.
@@ -283,7 +290,8 @@ class GradientBuckets:
                 raise ValueError(
                     f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
                 )
-            bucket.settle()  # left over from an abandoned step
+            with suppress(HorovodInternalError):
+                bucket.wait()  # left over from an abandoned step; its slots are to be written
             bucket.begin_step()
         try:
             for number, gradient in gradients.items():
@@ -407,17 +415,3 @@ class GradientBuckets:
         bucket = self.all[index]
         bucket.prepare_submission()
         bucket.pending = self._bucket_lane.submit(bucket, begin)
-
-
-def _check_op(
-    op: ReduceOp,
-    strategy: Strategy,
-    parameters: Sequence[Parameter],
-    memory: DeviceMemory | None,
-) -> None:
-    check_op(strategy, op)
-    if op is ReduceOp.ADASUM:
-        if memory is not None:
-            raise ValueError("Adasum combines gradients on the host; leave out memory")
-        for parameter in parameters:
-            check(op, parameter.dtype)

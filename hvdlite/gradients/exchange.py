@@ -157,7 +157,8 @@ class GradientExchange:
             self.buckets.all[0].snapshot = self.buckets.snapshot()
         if changes:
             self._changed = self.buckets.all[0]
-            self._changed.sign(_with_changes(self.buckets.signature, changes))
+            unchanged = self.buckets.signature[len(_UNCHANGED) :]
+            self._changed.sign(Signature(((_CHANGE, ", ".join(changes)), *unchanged)))
         return packed
 
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -437,7 +438,3 @@ class GradientExchange:
             self._changed = None
         for bucket in self.buckets.all:
             bucket.begin_step()
-
-
-def _with_changes(signature: Signature, changes: Sequence[str]) -> Signature:
-    return Signature(((_CHANGE, ", ".join(changes)), *signature[len(_UNCHANGED) :]))

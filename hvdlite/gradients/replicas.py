@@ -406,7 +406,7 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     position, step = min(positions), max(steps)
     if len(positions) > 1 or len(steps) > 1:
         position = _FULL
-        values = {*gather(_digest_all).values()}
+        values = {*gather(lambda own: own.restart().digest(_FULL)).values()}
     if len(options) > 1 or len(values) > 1:
         behind = [rank for rank, (_, own, *_) in known.items() if own < step]
         text = explain(gather, behind, step)
@@ -431,10 +431,6 @@ def _gather(
         for rank, message in zip(transport.members, messages, strict=False)
         if message is not None
     }
-
-
-def _digest_all(check: ReplicaCheck) -> bytes:
-    return check.restart().digest(_FULL)
 
 
 def _hash(options: Sequence[tuple[str, Any]]) -> bytes:

@@ -116,11 +116,6 @@ def _job_rank(error: BaseException) -> JobRank | None:
     return job_rank
 
 
-def _is_about_others(error: BaseException) -> bool:
-    """Return whether an error is about another rank, or all ranks raise it."""
-    return all(isinstance(one, HorovodInternalError) for one in chain(error))
-
-
 def _end_after_other_hooks() -> None:
     """End the job if a hook that was installed later has handled the exception."""
     error = getattr(sys, "last_value", None)
@@ -151,7 +146,7 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
     is_told = _leave_out_own_frames(error)
     text = "".join(traceback.format_exception(error))
     summary = _summary(error)
-    if _is_about_others(error):
+    if all(isinstance(one, HorovodInternalError) for one in chain(error)):
         # The claim of a rank that is gone, which may have printed why, is gone with it.
         is_about_end = any(isinstance(one, RankGoneError) for one in chain(error))
         first = _claim(job_rank.job, _CONSEQUENCE) and not is_about_end

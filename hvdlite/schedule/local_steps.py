@@ -338,7 +338,7 @@ class LocalSteps:
         before = self._state.state_dict() if self._strategy.stateful else {}
         try:
             exchange.exchange(gradient, samples=1)
-            if self._outer.has_momentum:
+            if self.schedule.outer[1]:  # the outer momentum
                 self._check_finite(exchange, parameters)
         except BaseException:
             # Undo the buckets that did arrive, too: the next exchange includes all changes.

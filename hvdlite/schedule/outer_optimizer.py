@@ -29,11 +29,6 @@ class OuterOptimizer:
         self.buffers: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}  # arrays of former anchors, to be reused
 
-    @property
-    def has_momentum(self) -> bool:
-        """Return whether a momentum is stored."""
-        return bool(self._momentum)
-
     def set_anchors(self, names: Sequence[str], read: Callable[[int], Any]) -> None:
         """Store weights as their anchors, all or none, except those that have one already.
 

@@ -72,11 +72,6 @@ def time_text(seconds: float) -> str:
     return f"{_three_digits(factor * seconds)} {unit}"
 
 
-def median_text(values: Spread | None) -> str:
-    """Return a median time: 12.3 ms; a dash for none."""
-    return "-" if values is None else time_text(values["median"])
-
-
 def spread_text(values: Spread | None) -> str:
     """Return a median time and its spread: 12.3 (12.1 - 13.0) ms; a dash for none."""
     if values is None:

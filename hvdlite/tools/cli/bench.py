@@ -248,7 +248,8 @@ def _sums(records: Sequence[Record], where: str) -> Iterator[str]:
     names = list(dict.fromkeys(name for record in records for name in record["seconds"]))
     rows = []
     for record in records:
-        times = [report.median_text(record["seconds"].get(name)) for name in names]
+        medians = {name: report.time_text(s["median"]) for name, s in record["seconds"].items()}
+        times = [medians.get(name, "-") for name in names]
         rows.append([_case(record), str(record["rounds"]), *times])
     yield f"Sum of float32 in place, {where}: median time"
     yield report.table(["size", "rounds", *names], rows)
