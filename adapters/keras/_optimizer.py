@@ -33,7 +33,6 @@ class KerasAdapter:
     Attributes:
         conversion: Conversion between the framework's tensors and arrays.
         distribute: Makes an optimizer distributed, given options that have been checked.
-        load: Loads a saved model; Keras' own ``load_model``.
     """
 
     conversion: Conversion
@@ -155,10 +154,8 @@ class KerasAdapter:
         """Make an optimizer distributed, but keep the gradients of some layers on their rank.
 
         Args:
-            optimizer: As for `DistributedOptimizer`.
-            *args: As for `DistributedOptimizer`.
+            optimizer, *args, **kwargs: As for `DistributedOptimizer`.
             local_layers: A layer or a list of layers; they need not be built yet.
-            **kwargs: As for `DistributedOptimizer`.
 
         Returns:
             The optimizer.

@@ -69,8 +69,7 @@ def allgather(
 
     Args:
         value: As for `allreduce`, but axis 0 may differ between ranks.
-        name: Pairs this call with those of the other ranks; None: by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `allreduce`.
 
     Returns:
         A numpy array.
@@ -92,8 +91,7 @@ def broadcast(
     Args:
         value: As for `allreduce`.
         root_rank: The rank that has the value.
-        name: Pairs this call with those of the other ranks; None: by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `allreduce`.
 
     Returns:
         A numpy array of the value's shape.
@@ -119,12 +117,8 @@ def reducescatter(
     Args:
         value: As for `allreduce`, with at least one axis. If the number of rows is no multiple of
             the number of ranks, the first ranks get one row more.
-        name: Pairs this call with those of the other ranks; None: by order.
         op: Average, Sum, Min, Max or Product.
-        process_set: The ranks that take part.
-        prescale_factor: Multiplies the value before the reduction.
-        postscale_factor: Multiplies the result.
-        compression: Compression of floats.
+        name, process_set, prescale_factor, postscale_factor, compression: As for `allreduce`.
 
     Returns:
         A numpy array.

@@ -117,8 +117,7 @@ def grouped_allreduce(
 
     Raises:
         ValueError: As `allreduce`; there is no tensor.
-        MismatchError: The ranks disagree.
-        HorovodInternalError: Communication failed.
+        MismatchError, HorovodInternalError: As for `allreduce`.
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
@@ -204,13 +203,10 @@ def allgather(
 
     Args:
         tensor: All axes but the first are the same on all ranks; a scalar counts as one row.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
-        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
+        name, process_set, ignore_name_scope: As for `allreduce`.
 
     Raises:
-        MismatchError: The ranks disagree.
-        HorovodInternalError: Communication failed.
+        MismatchError, HorovodInternalError: As for `allreduce`.
     """
     (whole,), _ = _allgather(RecordedCall(False, name, process_set), [tensor])
     return whole
@@ -286,14 +282,11 @@ def broadcast(
     Args:
         tensor: The shape and dtype are the same on all ranks.
         root_rank: The rank whose values are sent.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
-        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
+        name, process_set, ignore_name_scope: As for `allreduce`.
 
     Raises:
         ValueError: There is no such rank.
-        MismatchError: The ranks disagree.
-        HorovodInternalError: Communication failed.
+        MismatchError, HorovodInternalError: As for `allreduce`.
     """
     call = RecordedCall(False, name, process_set)
 
@@ -330,9 +323,7 @@ def alltoall(
         tensor: It has at least one axis; all but the first are the same on all ranks.
         splits: The number of rows for each rank that takes part, in their order: integers that
             add up to the number of rows. None sends the same number to all.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
-        process_set: The ranks that take part.
+        name, process_set, ignore_name_scope: As for `allreduce`.
 
     Returns:
         The received rows, in the order of the ranks that sent them; with ``splits`` given, a
@@ -340,8 +331,7 @@ def alltoall(
 
     Raises:
         ValueError: The splits do not fit, or an operation of this name is still in flight.
-        MismatchError: The ranks disagree.
-        HorovodInternalError: Communication failed.
+        MismatchError, HorovodInternalError: As for `allreduce`.
     """
     counts = [] if splits is None else [tf.convert_to_tensor(splits)]
     rows, received = _alltoall(RecordedCall(False, name, process_set), tensor, counts)
@@ -401,20 +391,15 @@ def reducescatter(
     Args:
         tensor: It has at least one axis; shape and dtype are the same on all ranks. If the rows
             cannot be divided evenly, the first ranks get one more.
-        device_dense: Accepted as in Horovod, without effect.
         compression: How floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
         op: Average, Sum, Min, Max or Product.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
-        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
+        device_dense, name, process_set, ignore_name_scope, prescale_factor, postscale_factor: As
+            for `allreduce`.
 
     Raises:
         ValueError: ``op`` is Adasum or not defined for the dtype, or an operation of this name is
             still in flight.
-        MismatchError: The ranks disagree.
-        HorovodInternalError: Communication failed.
+        MismatchError, HorovodInternalError: As for `allreduce`.
     """
     check_strategy(compression)
     chosen = reduction.choose(None, op)
@@ -479,8 +464,7 @@ def barrier(
     In a graph for a ``tf.compat.v1.Session``, return the operation that waits for the others.
 
     Args:
-        process_set: The ranks that take part.
-        name: Pairs this call with those of the other ranks; None pairs by order.
+        process_set, name: As for `allreduce`.
     """
 
     def meet() -> int:

@@ -68,9 +68,7 @@ def allgather_object(
 
     Args:
         obj: Anything that can be pickled.
-        session: Accepted as in Horovod, without effect.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        session, name, process_set: As for `broadcast_object`.
 
     Raises:
         HorovodInternalError: An object cannot be pickled (on all ranks), or communication

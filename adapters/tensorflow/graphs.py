@@ -96,9 +96,7 @@ def call_python_in_session(
     the graph.
 
     Args:
-        function: As for `call_python`, and so are the next two.
-        tensors: Its arguments.
-        specs: The dtypes and shapes of the results.
+        function, tensors, specs: As for `call_python`.
         process_set: The ranks that take part; None: no other rank.
     """
     place = None if process_set is None else f"graph.{_count(process_set.process_set_id)}"

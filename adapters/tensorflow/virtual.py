@@ -183,7 +183,6 @@ class ModelBuffers:
         model: of Keras, built; None: there are none.
 
     Attributes:
-        variables: of TensorFlow.
         parameters: describe them.
         begins: variables that keep what this part has begun with.
 

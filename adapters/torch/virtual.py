@@ -91,11 +91,7 @@ class VirtualReducer:
         )
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Exchange these parameters' gradients.
-
-        Raises:
-            ValueError: as `ModelBuffers.require`.
-        """
+        """Exchange these parameters' gradients."""
         known = len(self.names)
         self._parameters[:] = in_order(self.names, parameters)
         if len(self.names) > known:
@@ -241,7 +237,6 @@ class BuffersOfPart(NamedTuple):
     """The buffers as the part of a virtual rank has left them.
 
     Attributes:
-        parameters: describe them.
         values: in the form in which they are averaged.
         changed: the numbers of those that the part has changed.
         buffers: what they held before that, or None, and hold now.

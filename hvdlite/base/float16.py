@@ -112,9 +112,6 @@ def widen(values: Any, out: Any = None) -> Any:
     Args:
         values: flat, float16 or bfloat16; read only.
         out: of the same size; None: a new array. numpy converts dtypes other than these.
-
-    Returns:
-        ``out``.
     """
     if out is None:
         out = np.empty(values.size, np.float32)

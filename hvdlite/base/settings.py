@@ -188,11 +188,7 @@ SAME_EVERYWHERE = (
 
 
 def compare(settings: Settings, comm: Any) -> None:
-    """Require the same value on all ranks for settings that decide on collectives; collective.
-
-    Raises:
-        SettingsError: a setting that has to be the same on all ranks is not.
-    """
+    """Require the same value on all ranks for settings that decide on collectives; collective."""
     everywhere = comm.allgather([getattr(settings, name) for name in SAME_EVERYWHERE])
     for name, values in zip(SAME_EVERYWHERE, zip(*everywhere, strict=True), strict=True):
         for rank, value in enumerate(values):

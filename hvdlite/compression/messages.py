@@ -62,11 +62,7 @@ def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> li
 
 
 def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) -> list[Any]:
-    """Return every rank's message, by rank.
-
-    Args:
-        message: this rank's; a flat array of bytes.
-    """
+    """Return every rank's message, by rank."""
     everything = message if transport.size == 1 else np.empty(sum(lengths), np.uint8)
     bounds = np.cumsum([0, *lengths]).tolist()
     messages = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]

@@ -294,9 +294,6 @@ class Entries:
         values: flat, like ``bucket.send``.
         indices: of the entries that this rank sends, in increasing order.
         bad: the position of a parameter that this rank cannot send, or -1.
-
-    Raises:
-        GradientError: on all ranks, if there is such a parameter on any.
     """
 
     def __init__(

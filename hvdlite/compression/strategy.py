@@ -137,11 +137,7 @@ DENSE = Dense()
 
 
 def check_op(strategy: Strategy, op: ReduceOp) -> None:
-    """Refuse a reduction that a strategy does not compute.
-
-    Raises:
-        ValueError: listing the ones that it does compute.
-    """
+    """Refuse a reduction that a strategy does not compute."""
     if op not in strategy.ops:
         raise ValueError(
             f"{strategy!r} does not compute hvd.{op.name.capitalize()}; use one of "
@@ -160,9 +156,6 @@ def exchange_bucket(
     Args:
         weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever its content. None
             on all ranks: there are no weights.
-
-    Raises:
-        GradientError: as `Strategy.exchange`.
     """
     whole, send = bucket, bucket.send
     uncompressed = allreduce_bytes(send.nbytes, send.itemsize, transport.rank, transport.size)

@@ -19,11 +19,7 @@ _RESIDUAL = "residual"
 
 @dataclass(frozen=True, repr=False)
 class Wrapper(Strategy):
-    """Base of strategies that change the exchange of another one, ``inner``.
-
-    Raises:
-        TypeError: ``inner`` is not a strategy.
-    """
+    """Base of strategies that change the exchange of another one, ``inner``."""
 
     inner: Strategy
 

@@ -105,9 +105,6 @@ def form_of_living(
         build: Called with a communicator of the living ranks, and with its forming.
         failed: Gets the communicators of attempts that have failed.
 
-    Returns:
-        What ``build`` has returned.
-
     Raises:
         HorovodInternalError: The ranks cannot communicate, although none has died.
     """
@@ -130,11 +127,7 @@ def form_of_living(
 
 
 def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803
-    """Require that MPI survives the death of a rank.
-
-    Raises:
-        HorovodInternalError: It is not.
-    """
+    """Require that MPI survives the death of a rank."""
     if not _goes_on(MPI, comm):
         raise HorovodInternalError(
             f"rank {comm.rank}: HVDLITE_ELASTIC is 1, and this MPI ends when a rank dies; start "

@@ -18,7 +18,6 @@ class LaneState(NamedTuple):
     Attributes:
         confirmed: The number of outcomes that all ranks have.
         in_doubt: Whether this rank has a further one, which other ranks may lack.
-        closed: Whether the lane is closed.
         failure: Why this rank cannot continue in it; None: it can.
     """
 

@@ -132,11 +132,7 @@ class Recovery(Supervisor):
         return bool(comm.Is_revoked()) or comm.Get_failed().size > 0
 
     def check(self) -> None:
-        """Raise if another thread is about to replace the transports.
-
-        Raises:
-            RankGoneError: It is.
-        """
+        """Raise if another thread is about to replace the transports."""
         if self._under_way:
             raise RankGoneError("a rank has died")
 

@@ -30,9 +30,6 @@ class Launcher:
 
     Attributes:
         wants_stop: whether this rank has been asked to stop at its next commit.
-
-    Raises:
-        OSError: it cannot be reached.
     """
 
     def __init__(self, address: str) -> None:
@@ -43,11 +40,7 @@ class Launcher:
         self._channel.send(protocol.WATCH)
 
     def ask(self, kind: bytes, *parts: bytes) -> bytes:
-        """Send a message, and return the answer.
-
-        Raises:
-            HorovodInternalError: the connection has failed.
-        """
+        """Send a message, and return the answer."""
         try:
             self._channel.send(kind, *parts)
             answer = self._answers.get(timeout=_SECONDS_TO_ANSWER)
@@ -116,9 +109,6 @@ def resume(state: State) -> int | None:
 
     Returns:
         The number of resets so far; None: this is the first run.
-
-    Raises:
-        HorovodInternalError: the state cannot be had, or does not fit.
     """
     launcher = connect()
     if launcher is None:
@@ -136,11 +126,7 @@ def resume(state: State) -> int | None:
 
 
 def hand_over(state: State, resets: int) -> None:
-    """Hand the state to hvdliterun, for a job with another number of ranks; collective.
-
-    Raises:
-        HorovodInternalError: it cannot be handed over.
-    """
+    """Hand the state to hvdliterun, for a job with another number of ranks; collective."""
     launcher = connect()
     assert launcher is not None
     state.gather()

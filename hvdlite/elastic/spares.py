@@ -172,11 +172,7 @@ class Pool:
         return bool(pool.size < comm.size)
 
     def lacks(self, ranks: int) -> bool:
-        """Return whether ranks are missing that have died since the last call, or have spares.
-
-        Args:
-            ranks: The number of those that there are.
-        """
+        """Return whether ranks are missing that have died since the last call, or have spares."""
         most = min(self._size, self._all.comm.size)
         return bool(ranks < max(len(self._members), most))
 

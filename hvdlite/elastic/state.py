@@ -252,11 +252,7 @@ class VariablesHandler(CapturingHandler):
         return [np.array(variable.numpy()) for variable in self.shared()]
 
     def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
-        """Assign the values.
-
-        Raises:
-            HorovodInternalError: they are not those of the variables.
-        """
+        """Assign the values."""
         variables = self.shared()
         # Of the values: a variable of TensorFlow may be of any shape.
         shapes = [np.shape(variable.numpy()) for variable in variables]

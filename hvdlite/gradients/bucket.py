@@ -33,7 +33,6 @@ class GradientBucket(Operation):
     It is submitted once in every step. Its payload says which gradients this rank has.
 
     Args:
-        signature: of the whole plan.
         arrays: the send and the result array.
         strategy: how the bucket travels.
 
@@ -174,12 +173,7 @@ class GradientBucket(Operation):
         return self.arrays
 
     def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
-        """Store the metadata of all ranks; compare their replicas, if any sends a digest.
-
-        Raises:
-            GradientError: as `metadata.decode`.
-            MismatchError: on all ranks; their replicas differ.
-        """
+        """Store the metadata of all ranks; compare their replicas, if any sends a digest."""
         are_equal = payloads.count(self.payload) == len(payloads)
         if not are_equal:
             pairs = [metadata.split_replica(payload, self._size) for payload in payloads]
@@ -224,12 +218,7 @@ class GradientBucket(Operation):
             self.arrays.state.restore(self._state_before)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Exchange the bucket, unless no rank has a dense gradient in it.
-
-        Raises:
-            GradientError: on all ranks, see `exchange_bucket` and `metadata.decode`.
-            MismatchError: on all ranks, see `replicas.compare`.
-        """
+        """Exchange the bucket, unless no rank has a dense gradient in it."""
         found = self.receive_metadata(payloads, transport)
         if not self.nbytes or found.is_empty:
             return None
@@ -272,11 +261,7 @@ class EmptyBucket(Operation):
         self._checks_finite = checks_finite
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange zeros, unless no rank has a dense gradient in the bucket.
-
-        Raises:
-            GradientError, MismatchError: as on the other ranks.
-        """
+        """Exchange zeros, unless no rank has a dense gradient in the bucket."""
         # Now and not earlier: zeros must lie in the same kind of memory as the others' gradients.
         arrays = Bucket(self._parameters, self._reduction, transport.empty)
         arrays.send[...] = 0
@@ -312,11 +297,7 @@ class Comparison(Operation):
         return partial(Comparison, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Compare the ranks' replicas, if one has sent a digest of its own.
-
-        Raises:
-            MismatchError: on all ranks; they differ.
-        """
+        """Compare the ranks' replicas, if one has sent a digest of its own."""
         digests = [payload.removeprefix(_PRESENT) for payload in payloads]
         if any(digests):
             replicas.compare(digests, self._snapshot, transport)

@@ -389,11 +389,7 @@ class GradientBuckets:
         return bucket.arrays.result[bounds[first] : bounds[first + len(numbers)]]
 
     def compare(self, check: ReplicaCheck | None = None) -> None:
-        """Compare the parameters as `start_bucket` does, where there is no bucket.
-
-        Raises:
-            HorovodInternalError: the ranks differ.
-        """
+        """Compare the parameters as `start_bucket` does, where there is no bucket."""
         self.check = check
         name = f"{self.label}: bucket 0"
         self.lane.run(Comparison(name, self.signature, self.snapshot()))
@@ -407,11 +403,7 @@ class GradientBuckets:
         return self.check.begin(self.lane, self._settings)
 
     def submit(self, index: int, begin: bool = True) -> None:
-        """Submit the exchange of a bucket as it is now.
-
-        Raises:
-            HorovodInternalError: communication has failed before.
-        """
+        """Submit the exchange of a bucket as it is now."""
         bucket = self.all[index]
         bucket.prepare_submission()
         bucket.pending = self._bucket_lane.submit(bucket, begin)

@@ -140,9 +140,6 @@ class GradientExchange:
 
         Returns:
             Whether the slots have been replaced by other arrays.
-
-        Raises:
-            HorovodInternalError: communication failed.
         """
         packed = False
         # The order is received here and not in `finish`, where waiting for it would order the

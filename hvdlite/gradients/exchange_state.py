@@ -82,9 +82,6 @@ class ExchangeState:
         """Replace the compression's residuals by their average over the ranks; collective.
 
         A rank outside the process set has none, and does nothing.
-
-        Raises:
-            HorovodInternalError: communication failed.
         """
         if is_outside(process_set):
             return

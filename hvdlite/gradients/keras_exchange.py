@@ -292,11 +292,7 @@ class Synchronizer:
         return False
 
     def check_batch_size(self, batch_size: Any, accumulates: bool) -> None:
-        """Refuse a batch size if the gradients of several calls add up.
-
-        Raises:
-            ValueError: It is given, and they do.
-        """
+        """Refuse a batch size if the gradients of several calls add up."""
         if batch_size is not None and accumulates:
             raise ValueError(
                 "batch_size weights the gradients of one call, and here those of several add up "

@@ -72,21 +72,13 @@ def checked_samples(batch_size: Any) -> int | None:
 
 
 def check_weighted(op: ReduceOp) -> None:
-    """Require an average: only averages can be weighted by numbers of samples.
-
-    Raises:
-        ValueError: it is another reduction.
-    """
+    """Require an average: only averages can be weighted by numbers of samples."""
     if op is not ReduceOp.AVERAGE:
         raise ValueError(ONLY_AVERAGES)
 
 
 def check_not_local(batch_size: Any) -> None:
-    """Refuse weights beside local gradients, which are divided by the number of ranks.
-
-    Raises:
-        ValueError: there is a number of samples.
-    """
+    """Refuse weights beside local gradients, which are divided by the number of ranks."""
     if batch_size is not None:
         raise ValueError(
             "batch_size weights the gradients of all ranks, and those of local variables are "
@@ -125,9 +117,6 @@ def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -
 
     A joined rank has an empty payload. It counts as a rank with 0 samples that has every gradient
     that another rank has.
-
-    Args:
-        members: global ranks, used in messages.
 
     Raises:
         GradientError: some ranks give numbers of samples and others do not, or all have none.

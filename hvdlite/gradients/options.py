@@ -26,9 +26,6 @@ class ExchangeSchedule:
 
         Returns:
             The schedule if it has gradient paths of its own, else None; and the backward passes.
-
-        Raises:
-            ValueError: it excludes another argument.
         """
         return None, passes
 
@@ -45,7 +42,6 @@ class Preset:
     """A compression and a schedule as one value for ``compression=``.
 
     Attributes:
-        compression: how gradients travel.
         schedule: when; None: in every step.
     """
 
@@ -72,7 +68,6 @@ class Options:
         reduction: sum, average or Adasum.
         sparse_as_dense: whether sparse gradients are exchanged as dense ones.
         passes: backward passes whose gradients add up before an exchange.
-        process_set: the ranks that take part.
         schedule: has gradient paths of its own; None: gradients are exchanged in every step.
         model: whose buffers virtual ranks average; None: none are.
         average_passes: whether the gradients of several passes are averaged, and not summed.

@@ -123,14 +123,7 @@ def _scaled(parameters: Mapping[str, Mapping[str, Any]], factor: float) -> Any:
 
 
 def consolidate(state: StrategyState, name: str, process_set: ProcessSet) -> None:
-    """Give every rank the average of all ranks' states; collective.
-
-    Args:
-        name: of the operations, the same on all ranks.
-
-    Raises:
-        HorovodInternalError: communication failed.
-    """
+    """Give every rank the average of all ranks' states; collective."""
     own = state.state_dict()
     described = [
         (parameter, key, array.shape, array.dtype.str)

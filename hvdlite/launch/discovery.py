@@ -40,7 +40,6 @@ class Blacklist:
     Attributes:
         cooldown: seconds after the first failure, which double with each further one, and the most
             that they grow to; default: forever.
-        clock: the time in seconds.
     """
 
     cooldown: tuple[float, float] = (inf, inf)
@@ -154,7 +153,6 @@ class Plan(NamedTuple):
     """The size of a run of the job.
 
     Attributes:
-        hosts: where it runs.
         ranks: the number of ranks, without spares.
     """
 
@@ -186,14 +184,7 @@ class Sizes:
     _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def wait(self, most: int) -> Plan:
-        """Return the next run's size as soon as there are slots for the least number of ranks.
-
-        Args:
-            most: the most ranks that this run may have.
-
-        Raises:
-            StartError: there are not enough slots in time.
-        """
+        """Return the next run's size as soon as there are slots for the least number of ranks."""
         deadline = time.monotonic() + self.seconds
         while True:
             hosts = self._usable()

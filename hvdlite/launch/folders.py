@@ -27,9 +27,6 @@ def temporary(parent: str, others: str) -> Iterator[str]:
     Args:
         parent: where to make it, after a `sweep`.
         others: another folder to sweep at the end.
-
-    Raises:
-        OSError: it cannot be made.
     """
     sweep(parent)
     path, lock = make(parent)
@@ -46,9 +43,6 @@ def make(parent: str) -> tuple[str, int]:
 
     Returns:
         Its path, and the descriptor that holds the lock until it is closed.
-
-    Raises:
-        OSError: it cannot be made.
     """
     while True:
         path = os.path.join(parent, f"{_PREFIX}{os.urandom(4).hex()}")

@@ -145,14 +145,7 @@ def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str
 
 
 def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
-    """Refuse hosts that neither this host's resolver nor ssh's configuration knows.
-
-    Args:
-        arguments: more of them for ssh.
-
-    Raises:
-        StartError: there is such a host.
-    """
+    """Refuse hosts that neither this host's resolver nor ssh's configuration knows."""
     for host in hosts:
         if all_local([host]):
             continue
@@ -178,7 +171,6 @@ def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
     """Return the addresses by which other hosts reach this one; empty: unknown.
 
     Args:
-        hosts: the other hosts.
         networks: names of interfaces or networks, with commas between, as eth0 or 10.0.0.0/16;
             empty: those on the way to the hosts.
 

@@ -47,14 +47,11 @@ class Job(NamedTuple):
     """The processes that mpirun is to start, and how.
 
     Attributes:
-        program: the mpirun.
         hosts: where the ranks run; empty: here, or wherever the batch system says.
         is_here: whether all of them are this host.
-        command: what each rank runs.
         settings: the ranks' environment.
         output: where their output goes, as for `hvdlite.launch.rank`.
         arguments: more of them for mpirun.
-        verbose: whether to print mpirun's command line.
     """
 
     program: Mpirun

@@ -31,11 +31,7 @@ ONE_HOST = "OMPI_MCA_btl", "self,sm"
 
 
 class Mpirun(ABC):
-    """One flavour of mpirun.
-
-    Args:
-        version: its version, as ``5.0.11``.
-    """
+    """One flavour of mpirun."""
 
     #: Which one it is.
     name: ClassVar[str]
@@ -100,7 +96,6 @@ class Mpirun(ABC):
         """Close the ports that mpirun does not need any more, in a job on one host.
 
         Args:
-            pid: mpirun's process.
             has_ranks: whether it has started one.
             are_connected: whether all ranks have started MPI, and start no further processes by it.
         """

@@ -39,9 +39,6 @@ class _Rank(NamedTuple):
 def report(folder: str) -> str:
     """Ask all ranks of this host what they do.
 
-    Args:
-        folder: of the job's server, with the folders of the ranks.
-
     Returns:
         What they wait for, and the stacks, equal ones once.
     """

@@ -78,9 +78,6 @@ class Timeline:
         path: of the file, in an existing folder; all ranks that can reach it share it.
         run: the same on all ranks; a file of another run is replaced.
         mark_cycles: whether lanes record CYCLE_START.
-
-    Raises:
-        OSError: the file cannot be written.
     """
 
     #: Return the time, in nanoseconds, for `complete` and `overlapping`.

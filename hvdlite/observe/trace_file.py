@@ -65,9 +65,6 @@ class TraceFile:
         path: of the file, in an existing folder.
         run: the run that the events belong to.
         event: first event of this process, with ``args``.
-
-    Raises:
-        OSError: the file cannot be opened, locked or written.
     """
 
     def __init__(self, path: str, run: Run, event: Event) -> None:

@@ -55,11 +55,7 @@ class Weights(Protocol):
 
 
 def check_unweighted(batch_size: Any) -> None:
-    """Raise if ``batch_size`` is given to an optimizer or tape with local steps, or with Adasum.
-
-    Raises:
-        ValueError: it is given.
-    """
+    """Raise if ``batch_size`` is given to an optimizer or tape with local steps, or with Adasum."""
     if batch_size is not None:
         raise ValueError(
             "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum each "
@@ -95,8 +91,6 @@ class LocalSteps:
         label: prefix of the names of the exchanges; unique, and the same on all ranks.
 
     Attributes:
-        parameters: those that take part.
-        steps: number of steps made.
         in_step: whether a step has begun that has not ended.
     """
 
@@ -177,11 +171,7 @@ class LocalSteps:
         self.in_step = True
 
     def end(self, weights: Weights) -> None:
-        """Count the step, and exchange what is due.
-
-        Raises:
-            HorovodInternalError, GradientError: as `exchange`.
-        """
+        """Count the step, and exchange what is due."""
         if self.count():
             self.exchange(weights)
 
@@ -244,11 +234,7 @@ class LocalSteps:
         }
 
     def consolidate_exchange_state(self) -> None:
-        """Replace the compression's residuals by their average over the ranks; collective.
-
-        Raises:
-            HorovodInternalError: communication failed.
-        """
+        """Replace the compression's residuals by their average over the ranks; collective."""
         strategy_state.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:

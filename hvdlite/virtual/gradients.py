@@ -89,7 +89,6 @@ class Part(NamedTuple):
 
     Attributes:
         gradients: for each parameter an array of its shape; None: it has no gradient.
-        buffers: for each buffer an array of its shape.
         changed: the numbers of those that differ from what the step has begun with.
         samples: the number of samples that the gradients are averages of; given for all virtual
             ranks, or for none.
@@ -142,9 +141,6 @@ class VirtualExchange:
         loaded: whether they were loaded from a checkpoint since.
         start: what else a step begins with, such as the values of buffers; the processes compare
             it in every step.
-
-    Raises:
-        ValueError: the strategy does not compute the reduction, or it is Adasum.
     """
 
     def __init__(

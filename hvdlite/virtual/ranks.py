@@ -22,9 +22,6 @@ _log = logging.getLogger("hvdlite")
 class Turns(parts.Parts):
     """The virtual ranks that this process has to play in the step in progress, in their order.
 
-    Args:
-        size: The number of virtual ranks.
-
     Attributes:
         done: The virtual ranks whose part of the step this process has computed.
         loaded: The virtual rank whose data have been loaded last; None: unknown.
@@ -182,11 +179,7 @@ class Turns(parts.Parts):
         return bool(self.done)
 
     def check(self, processes: int) -> None:
-        """Require at least one virtual rank for each process.
-
-        Raises:
-            ValueError: There are fewer.
-        """
+        """Require at least one virtual rank for each process."""
         if self.size < processes:
             raise ValueError(
                 f"virtual_ranks={self.size} is less than the number of processes, {processes}: "
@@ -195,11 +188,7 @@ class Turns(parts.Parts):
             )
 
     def check_taken(self, step: int) -> None:
-        """Require that the whole job has taken a number of steps, if it has taken any.
-
-        Raises:
-            ValueError: It has not.
-        """
+        """Require that the whole job has taken a number of steps, if it has taken any."""
         if self.ended and step > self.step:
             raise ValueError(
                 f"step={step}, but {self.step} steps have been taken: with virtual ranks a loop "
@@ -262,9 +251,6 @@ def step() -> int:
 
 def turns_of(size: int) -> Turns:
     """Return the turns of this process.
-
-    Args:
-        size: The number of virtual ranks of an optimizer, when it was wrapped.
 
     Raises:
         RuntimeError: ``init()`` has been called again, with another number.

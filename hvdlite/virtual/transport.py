@@ -46,8 +46,6 @@ def add_up(parts: Mapping[Node, Any], first: int, stop: int) -> Any:
 
     Args:
         parts: arrays by node; they are left as they are.
-        first: the tree's first leaf.
-        stop: the one after its last.
     """
     if (first, stop) in parts:
         return parts[first, stop]
@@ -68,13 +66,8 @@ class VirtualRanks:
     """The virtual ranks of a job, and the processes that play them.
 
     Args:
-        transport: connects the processes.
         players: for each process its virtual ranks, ascending and at least one. If several have the
             same one, all of them do the same for it, and the first one speaks for it.
-
-    Attributes:
-        size: the number of virtual ranks.
-        own: those of this process.
     """
 
     def __init__(self, transport: Transport, players: Sequence[Sequence[int]]) -> None:
@@ -100,9 +93,6 @@ class VirtualRanks:
 
         All processes run it. One virtual rank runs at a time, until its next collective, so that
         the function needs no locks.
-
-        Args:
-            work: a function of the virtual rank's transport.
 
         Returns:
             The results, in the order of ``own``.

@@ -28,11 +28,7 @@ _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def choose_framework(benchmark: str, asked: str | None) -> str:
-    """Return the framework to measure with; without a wish, the first that is installed.
-
-    Raises:
-        StartError: it is not installed.
-    """
+    """Return the framework to measure with; without a wish, the first that is installed."""
     names = list(KNOWN[benchmark]) if asked is None else [asked]
     for name in names:
         if find_spec(name) is not None:

@@ -118,12 +118,7 @@ def say(comm: Any, text: str) -> None:
 
 @contextlib.contextmanager
 def computing(node: Any, count: int) -> Iterator[None]:
-    """Have processes compute on a node in a context.
-
-    Args:
-        node: a communicator of its ranks.
-        count: how many.
-    """
+    """Have processes compute on a node in a context."""
     command = [sys.executable, "-I", "-S", "-c", _COMPUTE, str(os.getpid())]
     own = [subprocess.Popen(command) for _ in range(count if node.rank == 0 else 0)]
     node.Barrier()

@@ -110,9 +110,7 @@ def interleave(
     """Let the contenders take turns; collective.
 
     Args:
-        ranks: all that take part.
         contenders: the same on all ranks.
-        limit: when to stop.
         calls: in a row within a turn.
 
     Returns:

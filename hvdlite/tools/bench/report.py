@@ -41,11 +41,7 @@ def describe(document: Mapping[str, Any]) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``64KiB`` or ``65536``.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Return the bytes of a size such as ``64KiB`` or ``65536``."""
     number, factor = text.removesuffix("B") if text[:-1].isdecimal() else text, 1
     for unit, value in _UNITS.items():
         if text.endswith(unit):

@@ -33,9 +33,6 @@ def measure(
         contenders: names, as in `hvdlite.tools.bench.contenders`.
         workload: a name of `WORKLOADS`.
         limit: arguments of `Limit`.
-
-    Returns:
-        One record.
     """
     adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
     chosen = WORKLOADS[workload]

@@ -54,11 +54,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def check_file(option: str, path: str) -> None:
-    """Refuse the name of a file that could not be written in the end.
-
-    Raises:
-        StartError: it is a folder, or in none.
-    """
+    """Refuse the name of a file that could not be written in the end."""
     folder = Path(path).parent
     if Path(path).is_dir():
         raise StartError(f"{option} {path}: it is a folder; name a file")

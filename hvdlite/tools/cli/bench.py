@@ -71,7 +71,6 @@ class Benchmark(NamedTuple):
     """A benchmark: its words on the command line, its table and its plot.
 
     Attributes:
-        description: a sentence.
         examples: of its use, and the contenders.
         seconds: for a size or model, unless the user says otherwise.
         table: yields the lines about the records of one number of ranks; ``where`` they ran.

@@ -66,11 +66,7 @@ def figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tupl
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write a figure.
-
-    Raises:
-        StartError: the file cannot be written.
-    """
+    """Write a figure."""
     try:
         figure.savefig(path)
     except OSError as error:

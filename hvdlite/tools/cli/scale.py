@@ -265,11 +265,7 @@ def describe(document: Mapping[str, Any]) -> str:
 
 
 def plot(document: Mapping[str, Any], path: str) -> None:
-    """Draw the speed and the efficiency over the number of ranks.
-
-    Raises:
-        StartError: the file cannot be written.
-    """
+    """Draw the speed and the efficiency over the number of ranks."""
     figure, [[left, right]] = plots.figure(10, 4.2, columns=2)
     results, is_wall = document["results"], document["metric"] == WALL
     ranks = [each["ranks"] for each in results]

@@ -80,7 +80,6 @@ class Slowest:
     """The rank that the others wait for.
 
     Attributes:
-        rank: the rank.
         last: the part of the operations at which it came last, from 0 to 1.
         blame: the part of all ranks' waiting for each other that was for it, from 0 to 1.
         waited: seconds that another rank waited for it, in the mean of the others.
@@ -173,9 +172,6 @@ class Detail:
     """The arrays behind an analysis: lists by rank, in the order of ``shares``.
 
     Attributes:
-        record: the record of the trace.
-        operations: all operations.
-        clocks: the blocked and the busy times.
         windows: the analysed part, its start and its end in microseconds.
         ends: the ends of the steps.
     """
@@ -192,7 +188,6 @@ class Analysis:
     """The figures of a trace.
 
     Attributes:
-        file: its path.
         origin: the program that wrote it: hvdlite or Horovod.
         problem: why the rest of the file is missing; empty: it is complete.
         shares: by rank.
@@ -201,7 +196,6 @@ class Analysis:
         sent_ratio: what ranks send of gradients, divided by what they would send uncompressed;
             None: unknown.
         tensors: those with the longest exchanges and those with the latest ranks, longest first.
-        detail: the arrays behind the figures.
     """
 
     file: str
@@ -279,7 +273,6 @@ class _Waits:
 
     Attributes:
         matrix: microseconds that rank i was blocked until rank j came.
-        tensor: the tensor of each operation.
         late: microseconds between the first rank's arrival and the last one's.
         last: the last rank.
     """

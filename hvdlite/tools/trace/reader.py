@@ -26,9 +26,6 @@ class TraceReader:
     Attributes:
         events: the number of events read so far.
         problem: why there are no more events, if not because the file is complete; else empty.
-
-    Raises:
-        StartError: there is no such file, or it is no trace.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -44,11 +41,7 @@ class TraceReader:
             raise StartError(f"{self.path}: {error.strerror}; {_REMEDY}") from None
 
     def __iter__(self) -> Iterator[Event]:
-        """Return the events in the order of the file.
-
-        Raises:
-            StartError: it is no trace.
-        """
+        """Return the events in the order of the file."""
         with self._file:
             text = self._file.read(_CHARACTERS)
             start = _ARRAY.match(text) or _OBJECT.match(text)
