@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2283, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1396,
+        1391,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),

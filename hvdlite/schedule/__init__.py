@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hvdlite.schedule.presets import singa
-from hvdlite.schedule.registry import Schedule
+from hvdlite.schedule.schedules import Schedule
 
 __all__ = ["Schedule", "singa"]

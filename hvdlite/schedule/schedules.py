@@ -268,3 +268,16 @@ class DiLoCo(LocalSchedule):
 
 #: The schedule of a step by Adasum: reduce the change that the step makes, and apply it as it is.
 EACH_CHANGE = DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
+
+
+class Schedule:
+    """The schedules that ``schedule=`` takes, the same for every framework.
+
+    An example: ``hvd.DistributedOptimizer(optimizer, schedule=hvd.Schedule.LocalSGD(every=8))``.
+    """
+
+    EveryStep = EveryStep
+    Accumulate = Accumulate
+    PartialSync = PartialSync
+    LocalSGD = LocalSGD
+    DiLoCo = DiLoCo

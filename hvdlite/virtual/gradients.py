@@ -241,10 +241,10 @@ class VirtualExchange:
             RuntimeError: as `turns_of` and `Turns.begin_part`; or parameters or buffers are others
                 than in the step's first part.
         """
-        turns_of(self.size).begin_part(self)
+        turns = turns_of(self.size)
+        turns.begin_part(self)
         if engine is not self._engine:
             self.connect(engine)
-            turns = turns_of(self.size)
             turns.begin_step(turns.step)
         found = tuple(parameters), self.buffers if buffers is None else tuple(buffers)
         if found == (self.parameters, self.buffers):
