@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2448, "recipe"),
     "torch": (8, 4676, "torch"),
     "tensorflow": (8, 3123, "tensorflow"),
-    "keras": (9, 2347, "keras tensorflow.keras"),
+    "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2804,

@@ -31,7 +31,7 @@ class Backend:
         options = synchronizer.options
         synchronizer.replica.read = lambda each: read(value_of(each)).numpy().item()
         self.checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
-        self._allreduce = GradientAllreduce(
+        allreduce = GradientAllreduce(
             options.strategy,
             options.reduction,
             options.sparse_as_dense,
@@ -41,14 +41,8 @@ class Backend:
             self.checks if options.replicates else None,
             synchronizer.leaves_out,
         )
-        self.divide_by_size = self._allreduce.divide_by_size
-
-    @unconverted
-    def reduce(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], batch_size: Any = None
-    ) -> list[Gradient]:
-        """Return the gradients reduced over all ranks; None where no rank has one."""
-        return self._allreduce.reduce(gradients, variables, batch_size)
+        self.reduce = unconverted(allreduce.reduce)
+        self.divide_by_size = allreduce.divide_by_size
 
     def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
         """Return whether all dense gradients are finite, a bool tensor."""
