@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "observe": (2, 1302, "observe"),
     "transport": (3, 3979, "transport"),
     "engine": (4, 3866, "engine"),
-    "compression": (5, 2913, "compression"),
+    "compression": (5, 2910, "compression"),
     "collectives": (6, 1812, "collectives"),
     "gradients": (7, 3151, "gradients"),
     "recipe": (7, 2448, "recipe"),
@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2804,
+        2802,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
-    "launch": (_BESIDE, 3522, "launch"),
-    "tools": (_TOOLS, 4778, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "launch": (_BESIDE, 3521, "launch"),
+    "tools": (_TOOLS, 4774, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 725, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -81,9 +81,6 @@ def check_strategy(compression: Any, conversion: Conversion | None = None) -> St
     Args:
         compression: a strategy, or a compression class of the user's own, as in `Compressor`.
         conversion: of the tensors that such a class gets; None: it gets arrays.
-
-    Raises:
-        TypeError: it is something else.
     """
     if isinstance(compression, Strategy):
         return compression

@@ -375,12 +375,10 @@ class _Attempt:
         states: The states of each rank's lanes, by the rank and the lane's name.
         own: The states of this rank's lanes.
         positions: The `membership.positions` of each rank.
-        world: The new world of all ranks.
         gathering: The gathering for the next recovery.
         worlds: The new world of each engine, by the name of its lane for named operations.
         transports: The new transports, by the lane's name; None: the lane has been closed.
         part: The process set that has been added; None: not all ranks want one.
-        part_ids: The ids of its ranks.
         part_engine: Its engine; None on a rank outside the set.
     """
 

@@ -68,7 +68,6 @@ class End(NamedTuple):
     """How a job ended.
 
     Attributes:
-        code: its exit code.
         text: which rank failed first, and how; empty: none did, or a signal to this process ended
             the job.
         state: the parts of the state that only this process has, and that another run goes on

@@ -93,14 +93,9 @@ class Fault:
     """A planted fault.
 
     Attributes:
-        action: "kill", "stop", "delay", "raise" or "corrupt".
-        rank: Number of the rank at the start.
         step: Number of the step, from 1; 0: any.
-        point: One of `POINTS`.
         count: How many times in the step the rank gets to the point before the fault comes.
-        seconds: Duration of a stop or a delay.
         after: For the point "time", the seconds from the end of ``init()``.
-        value: What a corrupt entry is set to.
         name: Of the parameter or array that is corrupted; empty: the first gradient that leaves.
         text: What describes it in HVDLITE_REHEARSE.
     """

@@ -46,6 +46,7 @@ class Measurement:
     """The time that one strategy takes.
 
     Attributes:
+        strategy: the strategy.
         seconds: for all gradients of a step, on the slowest rank; the median of several rounds.
     """
 
@@ -58,6 +59,7 @@ class Advice:
     """Measurements, and the recommended strategy.
 
     Attributes:
+        size: the number of ranks.
         nbytes: of all gradients.
         measured: the fraction of them that was exchanged, to keep to the given time.
         measurements: in the order of the candidates; none on one rank.

@@ -274,7 +274,6 @@ class _Waits:
     Attributes:
         matrix: microseconds that rank i was blocked until rank j came.
         late: microseconds between the first rank's arrival and the last one's.
-        last: the last rank.
     """
 
     def __init__(
