@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Scripts of the reader's own.
 OWN_SCRIPTS = {"train.py", "their_script.py", "script.py", "hello.py"}
 
-_FRAMEWORKS = (("tensorflow", "keras"), ("torch",))
+_FRAMEWORKS = (("tensorflow", "keras"), ("torch",), ("jax",))
 _BLOCK = re.compile(r"^ *```(console|sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(
     r"`((?:hvdlite (?:run|check|bench|timeline|scale)|hvdliterun|make|mpirun) [^`]+)`"

@@ -46,6 +46,15 @@ def test_tensorflow(page, size, tmp_path):
     pages.run(pages.ROOT / page, tmp_path, size)
 
 
+@pytest.mark.slow
+@ranks(2, fresh=True)  # JAX warns of every later fork
+@pages_for("jax")
+def test_jax(page, size, tmp_path):
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    pages.run(pages.ROOT / page, tmp_path, size)
+
+
 @pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
 def test_a_block_is_skipped_with_a_reason(page):
     for line in re.findall(r"^(?:%|<!---?) *skip: *(.*)", page.read_text(), re.MULTILINE):

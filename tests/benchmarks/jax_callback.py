@@ -1,0 +1,82 @@
+"""Measure what the callback of `examples/jax_optax.py` adds to a step, beside a bare exchange.
+
+``hvdliterun -np 2 python -m tests.benchmarks.jax_callback`` takes steps of ``optax.sgd`` on ten
+arrays in turns: inside ``jax.jit`` on the rank's own gradients ("alone"), the same over the wrapper
+("distributed"), and the exchange of as many bytes by ``hvd.allreduce`` of a numpy array ("numpy").
+It prints the median time of the slowest rank, with the 10th and the 90th percentile of the rounds.
+"callback" is the median of distributed - alone - numpy within each round: the copies of the
+gradients into one array and to the host and back, and the way into Python.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hvdlite as hvd
+from tests.examples.conftest import EXAMPLES
+
+_LEAVES = 10
+_SIZES = {"4 KB": 1_000, "10 MB": 2_500_000}
+_ROUNDS = 100
+
+
+def main() -> None:
+    """Print a line for each size."""
+    # Read when JAX is imported: each rank computes with one thread.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    sys.path.insert(0, str(EXAMPLES))
+    hvd.init()
+    for title, size in _SIZES.items():
+        contenders = _contenders(size)
+        seconds = np.array([_round(contenders) for _ in range(_ROUNDS + 10)])[10:]
+        rows = dict(zip(contenders, hvd.allreduce(seconds, op=hvd.Max).T, strict=True))
+        rows["callback"] = rows["distributed"] - rows["alone"] - rows["numpy"]
+        for name, row in rows.items():
+            least, middle, most = np.percentile(row, [10, 50, 90]) * 1e6
+            text = f"{title:>6} {name:<12}{middle:8.0f} us  ({least:.0f} to {most:.0f})"
+            hvd.on_rank_zero(print)(text, flush=True)
+
+
+def _round(contenders: dict[str, Callable[[], None]]) -> list[float]:
+    """Return the seconds that each contender takes, all ranks beginning together."""
+    seconds = []
+    for run in contenders.values():
+        hvd.barrier()
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _contenders(size: int) -> dict[str, Callable[[], None]]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax_optax import distributed
+
+    leaves = [jnp.full(size // _LEAVES, 1.0 + hvd.rank()) for _ in range(_LEAVES)]
+    array = np.ones(size, np.float32)
+
+    def stepping(optimizer: Any) -> Callable[[], None]:
+        state = optimizer.init(leaves)
+        update = jax.jit(lambda gradients: optimizer.update(gradients, state)[0])
+        return lambda: jax.block_until_ready(update(leaves))
+
+    optimizer = distributed(optax.sgd(1.0))
+    averages, _ = jax.jit(optimizer.update)(leaves, optimizer.init(leaves))
+    assert np.allclose(averages, -(hvd.size() + 1) / 2)
+    return {
+        "alone": stepping(optax.sgd(0.1)),
+        "distributed": stepping(distributed(optax.sgd(0.1))),
+        "numpy": lambda: hvd.allreduce(array, name="array"),
+    }
+
+
+if __name__ == "__main__":
+    main()
