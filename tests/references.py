@@ -19,6 +19,13 @@ DTYPES = [*INTEGERS, *FLOATS, *COMPLEX, "bool"]
 _UFUNCS = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
 
 
+BITWISE = {
+    ReduceOp.BITWISE_AND: np.bitwise_and,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+    ReduceOp.BITWISE_XOR: np.bitwise_xor,
+}
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
@@ -27,9 +34,12 @@ def cases(ops: Sequence[ReduceOp] = tuple(ReduceOp)) -> Iterator[tuple[str, Redu
     """Every dtype with every reduction that has a meaning for it."""
     for dtype in DTYPES:
         for op in ops:
-            refused = {"c": (Min, Max, Product, Adasum), "b": (Average, Adasum)}
+            is_exact = dtype in INTEGERS or dtype == "bool"
+            refused = {"c": (Min, Max, Product, Adasum), "bool": (Average, Adasum)}
             integers = (Adasum,) if dtype in INTEGERS else ()
-            if op not in refused.get(dtype[0], integers):
+            if op in BITWISE and not is_exact:
+                continue
+            if op not in refused.get(dtype if is_exact else dtype[0], integers):
                 yield dtype, op
 
 
@@ -98,6 +108,8 @@ def check_reduction(result: Any, arrays: Sequence[Any], op: ReduceOp) -> None:
 def _exact(arrays: Sequence[Any], op: ReduceOp) -> Any:
     """Integers wrap; an average is exact, cut towards zero."""
     stack = np.stack(arrays)
+    if op in BITWISE:
+        return BITWISE[op].reduce(stack, axis=0)
     if stack.dtype.kind == "b":
         return {Sum: stack.any, Max: stack.any, Min: stack.all, Product: stack.all}[op](axis=0)
     with np.errstate(over="ignore"):

@@ -154,7 +154,7 @@ class KerasAdapter:
         """Make an optimizer distributed, but keep the gradients of some layers on their rank.
 
         Args:
-            optimizer, *args, **kwargs: As for `DistributedOptimizer`.
+            optimizer, args, kwargs: As for `DistributedOptimizer`.
             local_layers: A layer or a list of layers; they need not be built yet.
 
         Returns:

@@ -70,8 +70,14 @@ _seed_too(_torch.manual_seed)
 
 if TYPE_CHECKING:
     from hvdlite.torch import elastic
+    from hvdlite.torch.ddp import comm_hook, comm_hook_state
 else:
-    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.torch.elastic")
+    __getattr__, __dir__ = common.beside(
+        globals(),
+        elastic="hvdlite.torch.elastic",
+        comm_hook="hvdlite.torch.ddp:comm_hook",
+        comm_hook_state="hvdlite.torch.ddp:comm_hook_state",
+    )
 
 __all__ = [
     *common.names,
@@ -111,6 +117,8 @@ __all__ = [
     "convert_sync_batchnorm",
     "broadcast_parameters",
     "broadcast_optimizer_state",
+    "comm_hook",
+    "comm_hook_state",
     "elastic",
     # the recipe
     "pin_device",

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
@@ -112,7 +114,6 @@ class Replica:
     """A copy of a workload's model with an optimizer of its own.
 
     Args:
-        seed: of this rank's data.
         wrap: makes of the model what is trained, and its optimizer.
     """
 
@@ -126,7 +127,6 @@ class Replica:
             inputs = inputs.permute(0, 3, 1, 2).contiguous()
         self._inputs, self._labels = inputs, torch.from_numpy(labels)
         model = build(workload)
-        self._parameters = list(model.parameters())
         with naming(name):
             self._model, self._optimizer = wrap(model)
         self._loss = torch.zeros(())
@@ -150,7 +150,8 @@ class Replica:
 
     def gradients(self) -> Array:
         """Return the last step's gradients, flat."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        found = [parameter.grad for parameter in self._model.parameters()]
+        gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
         return torch.cat([torch.flatten(each) for each in gradients if each is not None]).numpy()
 
 
@@ -171,6 +172,10 @@ def replicas(
         "mpi": lambda model: (model, _AveragingSGD(comm, model)),
         "ddp": _ddp,
         "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
+        "ddp-hvdlite": partial(_ddp, backend="hvdlite"),
+        "ddp-hook": _hooked,
+        "fsdp": partial(_fsdp, backend="gloo"),
+        "fsdp-hvdlite": partial(_fsdp, backend="hvdlite"),
     }
     if "horovod" in names:
         other = _horovod()
@@ -178,7 +183,7 @@ def replicas(
     chosen = [name for name in ways if name in names]
     if not any(True for _ in build(workload).buffers()) and "ddp" in chosen:
         chosen = [name for name in chosen if name != "ddp-no-buffers"]
-    on_gloo = any(name.startswith("ddp") for name in chosen)
+    on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
         yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
     hvd.shutdown()
@@ -199,11 +204,36 @@ def _distributed(library: Any, model: nn.Module) -> Trained:
     return model, library.DistributedOptimizer(optimizer, model.named_parameters())
 
 
-def _ddp(model: nn.Module, **options: Any) -> Trained:
+def _ddp(model: nn.Module, backend: str = "gloo", **options: Any) -> Trained:
+    options["process_group"] = _group(backend)
     with warnings.catch_warnings():
         # Newer versions call broadcast_buffers otherwise, older ones know only this name.
         warnings.simplefilter("ignore", FutureWarning)
         return alone(DistributedDataParallel(model, gradient_as_bucket_view=True, **options))
+
+
+def _hooked(model: nn.Module) -> Trained:
+    trained, optimizer = _ddp(model)
+    trained.register_comm_hook(hvd.comm_hook_state(), hvd.comm_hook)  # type: ignore[operator]
+    return trained, optimizer
+
+
+def _group(backend: str) -> Any:
+    """Return all ranks on a backend; gloo is that of the default group."""
+    if backend == "gloo":
+        return None
+    importlib.import_module("hvdlite.torch.distributed")
+    return dist.new_group(backend=backend)
+
+
+def _fsdp(model: nn.Module, backend: str) -> Trained:
+    group: Any = _group(backend) or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for part in model.children():
+        if sum(each.numel() for each in part.parameters()) >= 2**20:
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return alone(model)
 
 
 class _AveragingSGD(torch.optim.SGD):

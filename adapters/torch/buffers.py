@@ -43,9 +43,6 @@ _STRIDED = {torch.strided}
 class Step:
     """Hold what becomes of the gradients of one step, by the parameter's number.
 
-    Args:
-        count: the number of parameters.
-
     Attributes:
         passes: the number of backward passes that have computed each gradient.
         is_open: whether the exchange has begun this step.
@@ -258,7 +255,6 @@ class GradientBuffers:
         return to_tensor(slot) if self._memory is None else slot
 
     def _has_slot(self, step: Step, number: int) -> bool:
-        """Return whether the gradient of this step goes into a bucket."""
         return number not in step.sparse and number not in self._exchange.sparse_parameters
 
     def _can_replace_memory(self, number: int, gradient: torch.Tensor) -> bool:

@@ -156,13 +156,10 @@ def allgather(
     Args:
         tensor: Tensor whose axes but the first are the same on all ranks; a scalar counts as one
             row.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `allreduce`.
 
     Raises:
-        ValueError: An operation of this name is still in flight, or this rank is not in the
-            process set.
-        HorovodInternalError: The ranks disagree, or communication failed.
+        ValueError, HorovodInternalError: As for `allreduce`.
     """
     name = name or runtime.engine(process_set).unnamed("allgather")
     result: torch.Tensor = Allgather.apply(RecordedCall(False, name, process_set), tensor)[0]
@@ -219,8 +216,7 @@ def broadcast(
     Args:
         tensor: Tensor whose shape and dtype are the same on all ranks.
         root_rank: The rank that sends, by its number among all ranks.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `allreduce`.
 
     Raises:
         ValueError: There is no such rank, an operation of this name is still in flight, or
@@ -275,8 +271,7 @@ def alltoall(
         tensor: Tensor of at least one axis; all but the first are the same on all ranks.
         splits: Number of rows for each rank that takes part, in their order; they add up to the
             number of rows. None: the same number for all.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `allreduce`.
 
     Returns:
         The received rows, in the order of the ranks they came from; with ``splits`` given, a
@@ -328,12 +323,9 @@ def reducescatter(
     Args:
         tensor: Tensor of at least one axis, whose shape and dtype are the same on all ranks. The
             first ranks get one row more where the rows cannot be divided evenly.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        name, process_set, prescale_factor, postscale_factor: As for `allreduce`.
         compression: Strategy for floats: ``Compression.none``, ``.fp16`` or ``.bf16``.
         op: Average, Sum, Min, Max or Product.
-        process_set: The ranks that take part.
-        prescale_factor: Factor for the tensor before the reduction.
-        postscale_factor: Factor for the result.
 
     Raises:
         ValueError: ``op`` is Adasum or has no meaning for the dtype, an operation of this name is

@@ -188,13 +188,7 @@ class TorchState(ObjectState):
 def _handled(value: Any) -> Any:
     """Return the handler of an object, or the object itself, which is copied."""
     found = next((handler for kind, handler in _registry if isinstance(value, kind)), None)
-    if found is None and _has_state(value):
-        found = StatefulHandler
+    if found is None and not isinstance(value, type):  # which has methods, too, but no state
+        methods = (getattr(value, each, None) for each in ("state_dict", "load_state_dict"))
+        found = StatefulHandler if all(map(callable, methods)) else None
     return value if found is None else found(value)
-
-
-def _has_state(value: Any) -> bool:
-    # A class has these methods, too, but no state.
-    return not isinstance(value, type) and all(
-        callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
-    )

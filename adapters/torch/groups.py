@@ -47,8 +47,7 @@ def grouped_allreduce(
         New tensors.
 
     Raises:
-        ValueError: As `allreduce`; there is no tensor.
-        HorovodInternalError: The ranks disagree, or communication failed.
+        ValueError, HorovodInternalError: As `allreduce`; there is no tensor.
     """
     name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)

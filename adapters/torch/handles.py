@@ -19,7 +19,6 @@ class TensorHandle:
     """A collective in flight; `synchronize` turns it into its tensor, once.
 
     Args:
-        handle: The operation's handle.
         convert: Makes the collective's return value of the operation's result and ``tensor``.
         tensor: The tensor that was passed to the collective, or a list of them.
     """

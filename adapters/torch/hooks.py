@@ -102,9 +102,6 @@ class GradientHooks:
     The object belongs to its reducer alone, and is freed with it: the garbage collector does not
     see references from a parameter's hooks, so they must not keep it alive, as it keeps the
     parameter alive.
-
-    Attributes:
-        exchange: of their gradients, in the current world.
     """
 
     def __init__(
@@ -238,7 +235,6 @@ class GradientHooks:
 
     @uninterrupted
     def _on_gradient(self, number: int) -> None:
-        """Process a gradient that a backward pass has computed."""
         reducer, step = self._reducer, self._step
         reducer.averaged = False
         step.passes[number] += 1

@@ -138,7 +138,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Require an optimizer that can be wrapped."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, Wrapped):

@@ -39,10 +39,7 @@ class Reducer:
 
     Args:
         names: of the parameters, in the order of their registration; later ones are added.
-        options: of the exchange.
-        state: of the strategy.
         label: unique, and the same on all ranks; it begins the names of the exchanges.
-        optimizer: whose parameters they are.
 
     Attributes:
         passes_per_step: the number of backward passes after which a gradient is complete.

@@ -37,7 +37,6 @@ def make_check(
 
     Args:
         find_optimizer: returns the optimizer, or None if it is gone.
-        names: of the parameters.
         parameters: as they are whenever the ranks compare them.
     """
     replica = _Replica(find_optimizer, names, parameters)

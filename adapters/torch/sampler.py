@@ -128,10 +128,8 @@ class ShardStream(IterableDataset[Any]):
 
     Args:
         dataset: an iterable of samples. A generator can be read once, and by no worker.
-        batch_size: samples per rank and step.
+        batch_size, allow_empty: as for `ShardSampler`.
         collate_fn: makes a batch of a list of samples; None: as a DataLoader does.
-        allow_empty: whether to accept fewer samples than ranks; for evaluation, where a step has no
-            collective.
 
     Raises:
         ValueError: the batch size is out of range; from the iteration: there are fewer samples than
@@ -183,8 +181,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         dataset: any object with a length.
-        shuffle: whether to permute the samples anew in each epoch.
-        seed: of the permutations; the same on all ranks.
+        shuffle, seed: as for `ShardSampler`.
 
     Attributes:
         epoch: the current one.

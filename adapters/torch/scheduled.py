@@ -95,7 +95,6 @@ class Scheduled(Distributed):
         self._schedule.end()
 
     def _restart(self) -> None:
-        """Abandon the step that a failure has interrupted."""
         super()._restart()
         self._schedule.steps.restart()
 
@@ -117,7 +116,6 @@ class OptimizerSchedule:
 
     Attributes:
         weights: of the parameters attached, for ``steps``.
-        is_adasum: whether it stands for op=hvd.Adasum.
     """
 
     def __init__(
@@ -177,7 +175,6 @@ class TensorWeights:
     """Weights for `LocalSteps` in tensors.
 
     Args:
-        tensors: one for each parameter; there may come more.
         moments: what the optimizer keeps for a parameter, by its number.
     """
 

@@ -59,7 +59,9 @@ def sparse_allreduce_async(
     chosen = reduction.choose(None, op)
     _check(tensor, chosen)
     own = _coalesced(tensor.detach())
-    parts = [to_array(part, device_array) for part in (_described(own, chosen), _flat_values(own))]
+    parts = [
+        to_array(part, device_array) for part in (_described(own, chosen), own.values().reshape(-1))
+    ]
 
     def describe(name: str) -> Operation:
         gather = functools.partial(describe_allgather, with_rows=True)
@@ -112,16 +114,9 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Return a header that ranks compare, then the indices, (entries, sparse axes), flat."""
-    head = torch.tensor(_head(tensor, op), dtype=torch.int64, device=tensor.device)
-    return torch.cat([head, tensor.indices().t().reshape(-1)])
-
-
-def _flat_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.values().reshape(-1)
-
-
-def _head(tensor: torch.Tensor, op: ReduceOp) -> list[int]:
-    return [int(op), tensor.sparse_dim(), tensor.dim(), *tensor.shape]
+    head = [int(op), tensor.sparse_dim(), tensor.dim(), *tensor.shape]
+    headed = torch.tensor(head, dtype=torch.int64, device=tensor.device)
+    return torch.cat([headed, tensor.indices().t().reshape(-1)])
 
 
 def _indices(
@@ -151,7 +146,6 @@ def _text(head: Sequence[int]) -> str:
 def _sum(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor, divisor: int
 ) -> torch.Tensor:
-    """Add up entries and divide the sums."""
     wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     values = values.reshape(indices.shape[1], *like.shape[like.sparse_dim() :]).to(wide)
     if divisor > 1 and not (wide.is_floating_point or wide.is_complex):
@@ -204,13 +198,10 @@ def start_reduction(
     """Start to reduce a gradient that has no slot in a bucket, and return what waits for it.
 
     Args:
-        name: of the exchange, the same on all ranks.
         parameter: whose gradients are sparse, or were so before.
         gradient: of this rank, sparse or dense; None: it counts as zeros.
         sparse_axes: how many of its axes are sparse on the ranks that have one; None: the ranks'
             gradients are dense.
-        op: Sum or Average.
-        process_set: the ranks that take part.
     """
     if sparse_axes is not None:
         own = empty_gradient(parameter, sparse_axes) if gradient is None else gradient

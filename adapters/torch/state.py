@@ -123,9 +123,8 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: any torch optimizer, wrapped or not, of the same parameters on all ranks.
-        root_rank: the rank whose state counts.
+        root_rank, process_set: As for `broadcast_parameters`.
         model: Ignored; accepted for compatibility with Horovod.
-        process_set: The ranks that take part.
 
     Raises:
         ValueError: There is no such rank.
@@ -174,7 +173,6 @@ def loading_in_place(optimizer: torch.optim.Optimizer, exactly: bool = False) ->
     optimizer holds keep theirs, too.
 
     Args:
-        optimizer: any torch optimizer.
         exactly: whether tensors get the dtype that they have in the state dict, where torch
             converts them to the parameter's, and are overwritten where that is possible.
     """
@@ -285,10 +283,15 @@ class TensorCheckpoint(Checkpoint):
     _tensor_key = _TENSOR
 
     def _encode(self, state: Any) -> Any:
-        return map_leaves(_mark, state)
+        return map_leaves(
+            lambda leaf: {_TENSOR: to_array(leaf)} if isinstance(leaf, torch.Tensor) else leaf,
+            state,
+        )
 
     def _decode(self, tree: Any) -> Any:
-        return map_leaves(_unmark, tree, is_leaf=_is_marked)
+        return map_leaves(
+            lambda leaf: to_tensor(leaf[_TENSOR]) if _is_marked(leaf) else leaf, tree, _is_marked
+        )
 
     def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
         if self.path.suffix not in TORCH_SUFFIXES:
@@ -326,8 +329,7 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
         path: The file, on the host of rank 0. It need not exist. ``.pt`` and ``.pth`` are written
             by ``torch.save``, ``.safetensors`` as a safetensors file, other suffixes as npz. A file
             is read by its content.
-        keep: How many generations remain: the file itself, and its predecessors as
-            ``PATH.generation-NUMBER``, which ``load`` uses if the file is damaged.
+        keep: As for `hvdlite.checkpoint`.
     """
     return TensorCheckpoint(path, keep)
 
@@ -345,17 +347,9 @@ def _check_for_torch(leaf: Any) -> None:
         )
 
 
-def _mark(leaf: Any) -> Any:
-    return {_TENSOR: to_array(leaf)} if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _is_marked(node: Any) -> bool:
     return (
         isinstance(node, dict)
         and node.keys() == {_TENSOR}
         and isinstance(node[_TENSOR], np.ndarray)
     )
-
-
-def _unmark(leaf: Any) -> Any:
-    return to_tensor(leaf[_TENSOR]) if _is_marked(leaf) else leaf

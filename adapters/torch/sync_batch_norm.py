@@ -185,7 +185,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _axes(input: torch.Tensor) -> list[int]:
-    """Return all axes except the channel axis."""
     return [axis for axis in range(input.dim()) if axis != 1]
 
 

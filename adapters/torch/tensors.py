@@ -12,6 +12,7 @@ import torch
 
 from hvdlite.compression import Conversion
 from hvdlite.compression.custom import cast
+from hvdlite.engine import Lane
 from hvdlite.engine.device import DeviceArray, DeviceResult
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -168,3 +169,21 @@ def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of a parameter's gradients; None: they may be of any."""
     return parameter.grad_dtype if _HAS_GRAD_DTYPE else parameter.dtype
+
+
+def share(tensor: torch.Tensor, lane: Lane) -> bool:
+    """Move a tensor to memory that a lane exchanges fastest, with all that views it.
+
+    Returns:
+        Whether it lies there now: not if it is a part of other memory, or of memory that torch does
+        not manage.
+    """
+    storage: Any = tensor.untyped_storage()
+    nbytes = tensor.numel() * tensor.itemsize
+    is_whole = tensor.is_cpu and tensor.is_contiguous() and storage.nbytes() == nbytes
+    if not (is_whole and storage.resizable() and hasattr(storage, "_swap_data_ptr_")):
+        return False
+    memory = torch.from_numpy(lane.empty(nbytes, np.dtype(np.uint8))).untyped_storage()
+    memory.copy_(storage)
+    storage._swap_data_ptr_(memory)
+    return True

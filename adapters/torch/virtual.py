@@ -258,9 +258,6 @@ class ModelBuffers:
     as any part has changed them. Entries of bool buffers that any part has changed are changed.
 
     Buffers are looked up by module and name each time: a module may replace them, and add some.
-
-    Args:
-        model: None: there are no buffers.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
@@ -303,7 +300,6 @@ class ModelBuffers:
         self._has_begun = self._is_loaded = False
 
     def _read(self) -> dict[str, _Buffer]:
-        """Return the buffers and copies of what they hold, by name."""
         return {} if self._model is None else dict(_read_buffers(self._model))
 
     def on_request(self, source: object | None) -> None:
@@ -448,7 +444,6 @@ def _find_change(before: Mapping[str, _Buffer], now: Mapping[str, _Buffer]) -> s
 
 
 def _restore(before: _Buffer | None, now: _Buffer) -> None:
-    """Give a buffer back what it held, if it was there."""
     if before is None:
         del now.module._buffers[now.key]
     elif before.tensor is not now.tensor or not _are_equal(before, now):

@@ -147,7 +147,6 @@ class Distributed(Wrapped):
         return Reducer(names, options, state.state, label, optimizer), state
 
     def _begin(self, options: Options, label: str) -> None:
-        """Begin to exchange gradients."""
         self._reducer.attach(self._trainable())
 
     def synchronize(self, batch_size: int | None = None) -> None:
@@ -191,8 +190,7 @@ class Distributed(Wrapped):
             The norm of all gradients of the optimizer as one vector, before clipping.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
-            RuntimeError: a gradient was changed after its exchange had begun.
+            HorovodInternalError, RuntimeError: as for `synchronize`.
         """
         if not self._synchronized:
             self.synchronize()
@@ -268,7 +266,6 @@ class Distributed(Wrapped):
         self._reducer.reset_passes()
 
     def _restart(self) -> None:
-        """Abandon the step that a failure has interrupted."""
         self._losses.restart()
         self._reducer.restart()
 
@@ -294,7 +291,6 @@ class Distributed(Wrapped):
 
     @property
     def _synchronized(self) -> bool:
-        """Return whether the gradients are averages."""
         return self._reducer.averaged and not self._reducer.in_flight
 
     def _prepare_step(self, batch_size: int | None = None) -> None:

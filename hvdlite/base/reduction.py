@@ -21,7 +21,7 @@ from hvdlite.base import float16
 
 
 class ReduceOp(IntEnum):
-    """A reduction of all ranks' values; the numbers are Horovod's."""
+    """A reduction of all ranks' values; the first six numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -29,6 +29,9 @@ class ReduceOp(IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    BITWISE_AND = 6  # this one and the next two: of integers and booleans
+    BITWISE_OR = 7
+    BITWISE_XOR = 8
 
     __hash__ = int.__hash__  # Enum's is written in Python, and called with every operation
 
@@ -46,7 +49,11 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BITWISE_AND: np.bitwise_and,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+    ReduceOp.BITWISE_XOR: np.bitwise_xor,
 }
+_BITWISE = ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR
 
 
 def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
@@ -68,12 +75,11 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
         return ReduceOp.AVERAGE
     if type(op) is ReduceOp:
         return op
-    try:
+    if op in range(ReduceOp.BITWISE_AND):
         return ReduceOp(op)
-    except ValueError:
-        raise ValueError(
-            f"op={op!r} is not a reduction; use hvd.Average, Sum, Adasum, Min, Max or Product"
-        ) from None
+    raise ValueError(
+        f"op={op!r} is not a reduction; use hvd.Average, Sum, Adasum, Min, Max or Product"
+    )
 
 
 def _users_level() -> int:
@@ -111,7 +117,9 @@ def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
             f"arrays of dtype {dtype} cannot be reduced; use bool, integers, floats or complex"
         )
     refused = {
-        "c": (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.ADASUM),
+        "c": (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.ADASUM, *_BITWISE),
+        "f": _BITWISE,
+        "V": _BITWISE,  # bfloat16
         "b": (ReduceOp.AVERAGE, ReduceOp.ADASUM),
         "i": (ReduceOp.ADASUM,),
         "u": (ReduceOp.ADASUM,),

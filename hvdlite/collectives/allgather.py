@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.base.arrays import as_bytes
@@ -27,8 +27,7 @@ def allgather(
     Args:
         array: Array whose axes but the first are the same on all ranks; a scalar counts as one
             row.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `hvdlite.allreduce`.
 
     Returns:
         A new array, the same on all ranks.
@@ -56,8 +55,6 @@ def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Allgat
     """Make the operation that `allgather` submits.
 
     Args:
-        array: As in `allgather`.
-        name: Name of the operation.
         with_rows: Whether the result is `Gathered`.
     """
     return Allgather(name, checked_array(array), with_rows=with_rows)
@@ -86,11 +83,12 @@ class Allgather(ArrayOperation):
     """An allgather.
 
     Args:
-        name: Name of the operation.
         array: Array whose axes but the first are the same on all ranks; a scalar counts as one row.
-        label: Kind of the operation, in messages.
         with_rows: Whether the result is `Gathered`.
         failure: Why this rank has no array.
+        out: Contiguous array for the result, which may have the array in its place; None: a new
+            one.
+        sizes: Given with it: the number of each rank's rows.
     """
 
     def __init__(
@@ -100,16 +98,24 @@ class Allgather(ArrayOperation):
         label: str = "allgather",
         with_rows: bool = False,
         failure: str | None = None,
+        out: Any = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         rows, *row = array.shape or (1,)
         self._row = tuple(row)
-        entry = "the shape after its first axis", self._row
-        signature = signature_of(label, array, entry)
-        super().__init__(name, signature, array, struct.pack("<q", rows), failure)
+        self._given, self._sizes = out, sizes
+        entries: list[tuple[str, Hashable]] = [("the shape after its first axis", self._row)]
+        if sizes is not None:
+            entries.append(("the numbers of rows", tuple(sizes)))
+        payload = struct.pack("<q", rows) if sizes is None else b""
+        super().__init__(name, signature_of(label, array, *entries), array, payload, failure)
         self._with_rows = with_rows
 
+    def go_on(self, members: Sequence[int]) -> None:
+        self.fail_if_cut(self._sizes, members)
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        rows = [struct.unpack("<q", payload)[0] for payload in payloads]
+        rows = [*(self._sizes or (struct.unpack("<q", payload)[0] for payload in payloads))]
         whole = self._allocate(transport, (sum(rows), *self._row))
         transport.allgather(as_bytes(self._array.ravel()), cut_rows(whole, rows))
         value = value_of(whole)

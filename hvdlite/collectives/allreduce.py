@@ -42,7 +42,7 @@ from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
-from hvdlite.transport.transport import LARGEST_FUSED
+from hvdlite.transport.transport import LARGEST_FUSED, LEAST_ANNOUNCED
 
 
 def allreduce(
@@ -185,10 +185,11 @@ def _signature(
     prescale: float,
     postscale: float,
     compression: str,
+    root: int | None = None,
 ) -> Signature:
     return Signature(
         (
-            ("the operation", "allreduce"),
+            ("the operation", "allreduce" if root is None else f"reduce to rank {root}"),
             ("dtype", dtype.name),
             ("shape", shape),
             ("op", op.name.capitalize()),
@@ -212,14 +213,11 @@ class Allreduce(ArrayOperation):
     """An allreduce.
 
     Args:
-        name: Name of the operation.
         array: Array of any shape; it must not change until the operation has ended.
-        op: One of the six reductions.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
         out: Contiguous array of the same shape and dtype for the result, which may be the array
             itself; None allocates one.
         strategy: How the array travels; None: as it is.
+        to: Id of the only rank whose user gets the result; None: all do.
     """
 
     stands_in = True
@@ -238,6 +236,7 @@ class Allreduce(ArrayOperation):
         postscale: float = 1.0,
         out: Any = None,
         strategy: Strategy | None = None,
+        to: int | None = None,
     ) -> None:
         self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
@@ -245,7 +244,7 @@ class Allreduce(ArrayOperation):
         compression = "none" if strategy is None else strategy.name
         on_device = isinstance(array, DeviceArray)
         signature = _signature(
-            array.dtype, array.shape, on_device, op, prescale, postscale, compression
+            array.dtype, array.shape, on_device, op, prescale, postscale, compression, to
         )
         super().__init__(name, signature, array, out=self._out)
         self._op = op
@@ -265,6 +264,8 @@ class Allreduce(ArrayOperation):
             self._can_be_fused = is_plain and not self._scales_integers
             if self._can_be_fused and prescale == 1.0:
                 self.inline_data = self._send
+                if self.nbytes >= LEAST_ANNOUNCED:
+                    self.places = self._send, self._result
 
     def stand_in(self) -> Callable[[], Operation]:
         array, factors = self._array, self._factors
@@ -295,7 +296,7 @@ class Allreduce(ArrayOperation):
         if self._result is not self._send:
             self._send = self._send.copy()
             if self.inline_data is not None:
-                self.inline_data = self._send
+                self.inline_data, self.places = self._send, None
         set_first(self._send, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
@@ -339,7 +340,6 @@ class Allreduce(ArrayOperation):
         return self._result  # free until the reduction
 
     def _exchange(self, transport: Transport, strategy: Strategy) -> Any:
-        """Reduce by a strategy."""
         send, result = self._send, self._result
         prescale = Scaling(self._factors[0])
         if result is send and self.memory is None and not prescale.is_identity:

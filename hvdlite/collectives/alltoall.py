@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hvdlite.collectives.arrays import (
 from hvdlite.engine import Engine, Handle, Operation, runtime
 from hvdlite.engine.device import DeviceResult
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.errors import MismatchError
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 
@@ -35,8 +37,7 @@ def alltoall(
         array: Array of at least one axis; all but the first are the same on all ranks.
         splits: Number of rows for each rank of the process set, in their order: integers that
             add up to the number of rows. None: the same number for all.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `hvdlite.allreduce`.
 
     Returns:
         The received rows, in the order of the ranks they came from, and an int32 array of how
@@ -149,11 +150,10 @@ class Alltoall(ArrayOperation):
     """An alltoall.
 
     Args:
-        name: Name of the operation.
-        array: Array of at least one axis; all but the first are the same on all ranks.
-        splits: Number of rows for each rank.
         ids: For each of the splits the id of its rank; those that are no members have died.
         expected: For each of these ranks the number of rows in the result; None: as many as come.
+        out: Contiguous array for the result, of as many rows as are expected; None: a new one. All
+            ranks give one, or none does, and no other number of rows may come then.
     """
 
     def __init__(
@@ -163,9 +163,12 @@ class Alltoall(ArrayOperation):
         splits: Sequence[int],
         ids: Sequence[int],
         expected: Sequence[int] | None = None,
+        out: Any = None,
+        label: str = "alltoall",
     ) -> None:
+        self._given = out
         entry = "the shape after its first axis", tuple(array.shape[1:])
-        signature = signature_of("alltoall", array, entry)
+        signature = signature_of(label, array, entry, ("memory for the result", out is not None))
         super().__init__(name, signature, array)
         self.splits = splits
         self._ids = ids
@@ -175,6 +178,9 @@ class Alltoall(ArrayOperation):
         """Send rows to the ranks that are left, and expect rows of them, alone."""
         self._places = [self._ids.index(member) for member in members]
         counts = [self.splits[place] for place in self._places]
+        if self._given is not None and self._expected is not None:
+            self.fail_if_cut(self._expected, members)
+            counts += self._expected
         self.payload = struct.pack(f"<{len(counts)}q", *counts)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:
@@ -182,6 +188,8 @@ class Alltoall(ArrayOperation):
         received = [0] * len(self.splits)
         for place, payload in zip(self._places, payloads, strict=True):
             (received[place],) = struct.unpack_from("<q", payload, 8 * transport.rank)
+        if self._given is not None:
+            self._check(payloads)
         expected = received if self._expected is None else self._expected
         result = self._allocate(transport, (sum(expected), *self._array.shape[1:]))
         outgoing, incoming = cut_rows(self._array, self.splits), cut_rows(result, expected)
@@ -194,3 +202,19 @@ class Alltoall(ArrayOperation):
                 [incoming[place] for place in self._places],
             )
         return value_of(result), received
+
+    def _check(self, payloads: Sequence[bytes]) -> None:
+        """Compare what the ranks send with what the others expect.
+
+        Raises:
+            MismatchError: On all ranks; two of them differ.
+        """
+        size = len(payloads)
+        counts = [struct.unpack(f"<{2 * size}q", payload) for payload in payloads]
+        for (source, sent), (target, theirs) in product(enumerate(counts), repeat=2):
+            if sent[target] != theirs[size + source]:
+                raise MismatchError(
+                    f"the ranks disagree on {self.title}: rank {self._ids[source]} sends "
+                    f"{sent[target]} elements to rank {self._ids[target]}, which expects "
+                    f"{theirs[size + source]}; pass tensors of matching sizes"
+                )

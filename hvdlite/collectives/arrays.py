@@ -24,9 +24,7 @@ def signature_of(label: str, array: Any, *entries: tuple[str, Hashable]) -> Sign
     """Return the signature of a collective on an array.
 
     Args:
-        label: Kind of the operation, in messages.
         array: The array, whose dtype and device must be the same on all ranks.
-        *entries: Further properties that must be equal.
     """
     device = "cuda" if isinstance(array, DeviceArray) else "cpu"
     return _signature(label, array.dtype, device, entries)
@@ -83,11 +81,7 @@ class ArrayOperation(Operation):
     work that the stream has been given by then, and allocates results there.
 
     Args:
-        name: Name of the operation.
-        signature: As `signature_of` returns it.
         array: The array, which must not change until the operation has ended.
-        payload: As in `Operation`.
-        failure: As in `Operation`.
         out: The array that the result is written to, if there is one already.
     """
 
@@ -122,10 +116,16 @@ class ArrayOperation(Operation):
             self._extents = extents_of(self._writer or self, self._array, self._given)
         return self._extents
 
+    def fail_if_cut(self, sizes: Sequence[int] | None, members: Sequence[int]) -> None:
+        """Fail if there is a size for each rank, and fewer ranks by now."""
+        if sizes is not None and len(sizes) > len(members):
+            self.failure = f"{self.title} was lost: a rank that has a part in it has died"
+
     def _allocate(self, transport: Transport, shape: tuple[int, ...]) -> Any:
         """Return an uninitialised array for the result, while the operation is executed."""
         if self.memory is None:
-            return np.empty(shape, self._array.dtype)
+            given = self._given
+            return np.empty(shape, self._array.dtype) if given is None else given.reshape(shape)
         device = cast("DeviceTransport", transport)
         with self.memory.on(self._stream):
             result = self._array.like(shape)

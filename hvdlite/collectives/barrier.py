@@ -14,8 +14,7 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
     """Return when every rank has called it.
 
     Args:
-        process_set: The ranks that take part.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set, name: As for `hvdlite.allreduce`.
     """
 
     def describe(name: str) -> Barrier:
@@ -36,7 +35,6 @@ def agree_on(
         name: Name of the values in messages, which pairs this call with those of the other ranks.
         entries: Values that must be equal on all ranks, compared by ``repr``; a mapping gives them
             labels for messages.
-        process_set: The ranks that take part.
 
     Raises:
         HorovodInternalError: The ranks differ; the message names the first entry.

@@ -33,8 +33,7 @@ def broadcast(
         array: Array whose shape and dtype are the same on all ranks.
         root_rank: The rank that sends, by its number among all ranks, also where a process set is
             given.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `hvdlite.allreduce`.
 
     Raises:
         ValueError: There is no such rank, a broadcast of this name is still in flight, or this
@@ -100,8 +99,6 @@ class Broadcast(ArrayOperation):
     """A broadcast.
 
     Args:
-        name: Name of the operation.
-        array: Array of any shape, which is the same on all ranks.
         root: Id of the sender; see `World.ids`.
         out: Contiguous array of the same shape and dtype for the result, which may be the array
             itself; None allocates one.

@@ -166,7 +166,6 @@ def describe_group(
     """Make one operation of several.
 
     Args:
-        label: Kind of the operation, in messages.
         name: Name of the operation; its members are called ``name.0``, ``name.1`` and so on.
         items: One for each member.
         describe: Makes a member of an item and the member's name.
@@ -190,15 +189,14 @@ class Group(Operation):
     None of them begins before every rank has submitted all, and if one is refused, all are.
 
     Args:
-        name: Name of the operation.
-        label: What messages call it.
         operations: Operations that have not been submitted; the same number on all ranks.
     """
 
     uses_memory_twice = True
 
     def __init__(self, name: str, label: str, operations: Sequence[Operation]) -> None:
-        super().__init__(name, _signature(label, operations), _payload(operations))
+        payload = b"".join(operation.payload for operation in operations)
+        super().__init__(name, _signature(label, operations), payload)
         self._operations = list(operations)
         self.nbytes = sum(operation.nbytes for operation in operations)
         self.stands_in = all(operation.stands_in for operation in operations)
@@ -245,10 +243,6 @@ def _signature(label: str, operations: Sequence[Operation]) -> Signature:
         for what, value in operation.signature[1:]
     ]
     return Signature((("the operation", label), ("the number of arrays", len(operations)), *parts))
-
-
-def _payload(operations: Sequence[Operation]) -> bytes:
-    return b"".join(operation.payload for operation in operations)
 
 
 def _split(payloads: Sequence[bytes], operations: Sequence[Operation]) -> dict[int, list[bytes]]:

@@ -61,11 +61,7 @@ def _submit_joins(engine: Engine) -> None:
 
 
 class Join(Operation):
-    """A wait until every rank has joined; until then this one takes part with zeros.
-
-    Args:
-        name: Name of the operation.
-    """
+    """A wait until every rank has joined; until then this one takes part with zeros."""
 
     stall_exempt = joins = True
 

@@ -28,8 +28,7 @@ def broadcast_object(
     Args:
         obj: Object that pickle takes; ignored on the other ranks.
         root_rank: The rank that sends, by its number among all ranks.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `hvdlite.allreduce`.
 
     Raises:
         ValueError: There is no such rank, or this one is not in the process set.
@@ -59,8 +58,7 @@ def allgather_object(
 
     Args:
         obj: Object that pickle takes.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        name, process_set: As for `hvdlite.allreduce`.
 
     Raises:
         HorovodInternalError: An object cannot be pickled (on all ranks), the ranks
@@ -103,10 +101,7 @@ class BroadcastBytes(Operation):
     """A broadcast of bytes, whose number only the root knows.
 
     Args:
-        name: Name of the operation.
-        content: The root's bytes; ignored elsewhere.
         root: Id of the sender; see `World.ids`.
-        failure: Why the root has none.
     """
 
     def __init__(self, name: str, content: bytes, root: int, failure: str | None = None) -> None:

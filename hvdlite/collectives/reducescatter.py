@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -36,12 +37,9 @@ def reducescatter(
     Args:
         array: Array of at least one axis, whose shape and dtype are the same on all ranks. The
             first ranks get one row more where the rows cannot be divided evenly.
-        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        name, prescale_factor, postscale_factor, process_set: As for `hvdlite.allreduce`.
         op: Average, Sum, Min, Max or Product.
-        prescale_factor: Factor for the array before the reduction.
-        postscale_factor: Factor for the result.
         compression: Strategy for floats: ``Compression.none``, ``.fp16`` or ``.bf16``.
-        process_set: The ranks that take part.
 
     Raises:
         ValueError: ``op`` is Adasum or has no meaning for the dtype or the compression, a
@@ -101,12 +99,11 @@ class Reducescatter(ArrayOperation):
     """A reducescatter.
 
     Args:
-        name: Name of the operation.
         array: Array of at least one axis, the same on all ranks.
         op: SUM, AVERAGE, MIN, MAX or PRODUCT.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
         wire_dtype: Float to which elements are rounded while they travel.
+        out: Contiguous array for the result; None: a new one.
+        sizes: Given with it: the number of rows for each rank; None: as even as possible.
     """
 
     def __init__(
@@ -117,7 +114,10 @@ class Reducescatter(ArrayOperation):
         prescale: float,
         postscale: float,
         wire_dtype: np.dtype[Any],
+        out: Any = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
+        self._given, self._sizes = out, sizes
         signature = signature_of(
             "reducescatter",
             array,
@@ -126,11 +126,15 @@ class Reducescatter(ArrayOperation):
             ("prescale_factor", prescale),
             ("postscale_factor", postscale),
             ("the dtype that travels", wire_dtype.name),
+            ("the numbers of rows", sizes and tuple(sizes)),
         )
         super().__init__(name, signature, array)
         self._op = op
         self._factors = prescale, postscale
         self._wire_dtype = wire_dtype
+
+    def go_on(self, members: Sequence[int]) -> None:
+        self.fail_if_cut(self._sizes, members)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return this rank's rows of the reduced array.
@@ -144,11 +148,14 @@ class Reducescatter(ArrayOperation):
         array, wire_dtype = self._array, self._wire_dtype
         rows, *row = array.shape
         bounds = slice_bounds(rows, transport.size)
+        if self._sizes is not None:
+            bounds = [0, *accumulate(self._sizes)]
         own = bounds[transport.rank + 1] - bounds[transport.rank]
         pieces = [bound * prod(row) for bound in bounds]
         result = self._allocate(transport, (own, *row))
         send, target = array.ravel(), result.ravel()
-        narrows, divisor = wire_dtype != array.dtype, self._divisor(transport)
+        narrows = wire_dtype != array.dtype
+        divisor = transport.size if self._op is ReduceOp.AVERAGE else 1
         before = Scaling(self._factors[0], divisor if narrows else 1)
         after = Scaling(self._factors[1], 1 if narrows else divisor)
         if self.memory is None and scales_integers(array.dtype, *self._factors):
@@ -166,9 +173,6 @@ class Reducescatter(ArrayOperation):
                 send = scaled
             self._exchange(transport, cut(send, pieces), target, after)
         return value_of(result)
-
-    def _divisor(self, transport: Transport) -> int:
-        return transport.size if self._op is ReduceOp.AVERAGE else 1
 
     def _exchange(
         self, transport: Transport, pieces: Sequence[Any], result: Any, scaling: Scaling

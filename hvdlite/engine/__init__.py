@@ -61,18 +61,12 @@ class Engine:
     """The lanes of a world; construction and closing are collective.
 
     Attributes:
-        gradients: Lane of gradient buckets.
         named: Lane of operations that users submit by name.
         settings: The settings, with ``overlap`` decided.
-        world: The world.
         joins: Handles of a join that has begun.
-        supervisor: The supervisor of the lanes.
 
     Args:
-        MPI: The module ``mpi4py.MPI``.
         world: The ranks; each lane gets a transport of its own.
-        settings: Settings read at ``init()``.
-        suffix: Suffix for the names of the lanes.
         supervisor: Decides what the lanes do when a rank has died; None: they break.
     """
 
@@ -118,11 +112,6 @@ class Engine:
         The name is chosen before anything can be refused: an error on one rank must not shift the
         names of its later calls. No signal handler runs between the naming and the submission.
 
-        Args:
-            kind: Kind of the operation, for the name of one that the user gave none.
-            name: The user's name for it, or None.
-            describe: Makes the operation of that name.
-
         Raises:
             ValueError: An operation of this name is still in flight, and as ``describe``.
             HorovodInternalError: The operation failed, on this rank or another.
@@ -140,7 +129,6 @@ class Engine:
         """Submit an operation as `run` does, and return its handle without waiting.
 
         Args:
-            kind, name, describe: As in `run`.
             begin: Whether the operation begins before somebody waits for it.
         """
         try:

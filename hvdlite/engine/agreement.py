@@ -381,13 +381,7 @@ def _title(entry: Description) -> str:
 def explain(
     name: str, signatures: Mapping[int, Signature], places: Mapping[int, Place] | None = None
 ) -> str:
-    """Describe the first difference between the ranks' submissions under one name.
-
-    Args:
-        name: Name of the operation.
-        signatures: By rank.
-        places: Of calls without a name, by rank.
-    """
+    """Describe the first difference between the ranks' submissions, by rank, under one name."""
     what, found = find_difference(signatures)
     where = f", called without a name at {places_text(places)}" if places else ""
     return (
@@ -397,11 +391,7 @@ def explain(
 
 
 def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
-    """Return the label of the first entry that differs, and which ranks have which value.
-
-    Args:
-        signatures: By rank; they differ.
-    """
+    """Return the label of the first entry that differs, and which ranks have which value."""
     reference_rank = min(signatures)
     for position in range(max(len(signature) for signature in signatures.values())):
         fields = {

@@ -65,12 +65,9 @@ class Report(NamedTuple):
     """A call as the other ranks see it.
 
     Attributes:
-        kind: of the operation.
-        place: of the call.
         agreed: the digest of the place that counts in its stead, see `Calls`.
         before: the place of the call before, of the same kind; None: it is the first, or its
             signature was another one.
-        key_before: the key of that call's operation.
         mixture: which calls of two threads are in flight at once; empty: none.
     """
 
@@ -89,16 +86,11 @@ class Call(str):
     string of it give a plain one.
 
     Attributes:
-        calls: those of the engine.
-        kind: of the operation.
         number: of the call among those of its kind.
-        place: where it was made.
         agreed: as in `Report`; where threads mix, equal on no two ranks.
-        thread: that has made it.
         before: place, signature and key of the call before.
         mixture: as in `Report`.
         key: of its operation; empty: there is none yet.
-        signature: the digest of its operation's signature.
         whole: the call whose name, with a suffix, this is; None: it is the name itself.
     """
 
@@ -148,9 +140,6 @@ class Calls:
     Where ranks call from different places, the place of the lowest rank counts on the others, too,
     from then on, so that they agree as quickly as if it were one. That holds for this rank's place,
     not for other ranks': where calls cross, the places of a pair are exchanged, and differ.
-
-    Args:
-        in_flight: The keys of the operations that have not ended.
     """
 
     def __init__(self, in_flight: Container[str]) -> None:
@@ -165,8 +154,7 @@ class Calls:
         """Return the next call of a kind.
 
         Args:
-            kind: of the operation.
-            place: of the call; None: where this is called.
+            place: None: where this is called.
         """
         place = place or find_place()
         thread = threading.get_ident()
@@ -190,10 +178,6 @@ class Calls:
 
     def learn(self, call: Call, reports: Mapping[int, Report]) -> bool:
         """Take on what all ranks have found to be one call, made at different places.
-
-        Args:
-            call: of this rank.
-            reports: of the ranks that take part, this one among them.
 
         Returns:
             Whether lines part here for the first time.

@@ -66,10 +66,7 @@ class DeviceArray:
     """A contiguous tensor in device memory.
 
     Attributes:
-        tensor: The framework's tensor.
-        shape: Its shape.
         dtype: Its dtype as numpy's (``ml_dtypes`` has bfloat16).
-        memory: The memory it lies in.
     """
 
     tensor: Any
@@ -98,11 +95,7 @@ class DeviceResult:
     """The result of a device operation's handle, which the device may still have to compute.
 
     Args:
-        transport: The transport of the work.
-        work: The work on the device.
-        memory: The memory of the tensors.
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
-        value: The operation's result.
     """
 
     def __init__(
@@ -151,7 +144,6 @@ class DeviceExecutor:
 
     Args:
         control: The lane's host transport.
-        settings: Times of reports and time-outs, and the choice of the device transport.
         report: Has the lane's thread call `check` soon, though it may have nothing to do.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvdlite.base import observers
@@ -27,15 +28,11 @@ class Driver(Protocol):
 class Handle:
     """The future result of one operation.
 
-    Args:
-        name: Name of the operation.
-
     Attributes:
         driver: The lane, which can run the operation in the waiting thread.
-        finished: Whether the operation has ended.
     """
 
-    __slots__ = ("_ended", "_error", "_result", "driver", "finished", "name")
+    __slots__ = ("_callbacks", "_ended", "_error", "_result", "driver", "finished", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,6 +42,7 @@ class Handle:
         self._error: BaseException | None = None
         # Made by the first waiter that has to sleep: there may be hundreds of handles.
         self._ended: threading.Lock | None = None
+        self._callbacks: list[Callable[[Handle], object]] = []
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Deliver the result, or the error that took its place; only the first call counts."""
@@ -54,6 +52,24 @@ class Handle:
             self.driver = None
             if self._ended is not None:
                 self._ended.release()
+            if self._callbacks:
+                self._call()
+
+    def add_done_callback(self, call: Callable[[Handle], object]) -> None:
+        """Have a function called with this handle once the operation has ended.
+
+        The thread that ends the operation calls it, or this one if it has ended already. It must
+        neither wait nor communicate.
+        """
+        self._callbacks.append(call)
+        if self.finished:
+            self._call()
+
+    def _call(self) -> None:
+        with _waiting:
+            callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            call(self)
 
     def done(self) -> bool:
         """Return whether the operation has ended, with a result or an error."""
@@ -94,14 +110,22 @@ class Handle:
             raise self._error
         return self._result
 
-    def _sleep(self) -> None:
+    def ends_within(self, seconds: float) -> bool:
+        """Leave the operation to the lane's thread for so long; return whether it has ended."""
+        deadline = time.monotonic() + seconds
+        while not self.finished and time.monotonic() < deadline:
+            if not run_deferred():
+                self._sleep(min(_CHECK_SECONDS, deadline - time.monotonic()))
+        return self.finished
+
+    def _sleep(self, seconds: float = _CHECK_SECONDS) -> None:
         """Wait for the end, for a while.
 
         Use a plain lock: unlike a `threading.Event`, an exception cannot leave it half acquired.
         """
         ended = self._lock()
         # Either `finish` has seen the lock, or the operation has ended before this:
-        if not self.finished and ended.acquire(timeout=_CHECK_SECONDS):
+        if not self.finished and ended.acquire(timeout=max(seconds, 0.0)):
             ended.release()  # for the next waiter
 
     @uninterrupted  # until `wait` continues; a handler may come here, too

@@ -56,17 +56,13 @@ class Lane:
     Args:
         name: Name of the lane in messages, in the timeline and of its thread.
         transport: The lane's own transport; nothing else may use it.
-        settings: Times of reports and time-outs.
         supervisor: Guards the rounds, and replaces the transport when a rank has died; None: the
             lane breaks then.
 
     Attributes:
-        name: The lane's name.
         members: The ids of the lane's ranks; see `World.ids`.
         carrier: What carries the lane's bytes, in reports: the title of its transport.
         operations: The operations in flight by key; read only.
-        transport: The one in use.
-        rounds: The lane's rounds.
         failure: Why rounds cannot go on; None: they can.
         guard: Of the rounds; see `Supervisor.guard`.
         is_released: Whether the transport has been closed with the lane.
@@ -191,11 +187,7 @@ class Lane:
         return handle
 
     def run(self, operation: Operation) -> Any:
-        """Queue an operation, wait for it, and return its result.
-
-        Raises:
-            ValueError, HorovodInternalError: As `submit`, and as the operation.
-        """
+        """Queue an operation, wait for it, and return its result."""
         return self.submit(operation, begin=False).wait()
 
     @uninterrupted
@@ -331,9 +323,6 @@ class Lane:
     def close(self, timeout: float) -> bool:
         """Begin to close, unless that has been done, and wait until all ranks do.
 
-        Args:
-            timeout: Seconds to wait for the other ranks.
-
         Returns:
             Whether all ranks have closed the lane; only then is its transport free. If a signal
             handler raises, call it again.
@@ -435,7 +424,6 @@ class Lane:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Drive rounds in the lane's thread while there is something to do."""
         while True:
             with self._changed:
                 self._sleep()

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 from hvdlite.base.arrays import address
 
 
+class MemoryInUseError(ValueError):
+    """An operation uses memory that one in flight writes, or the other way round."""
+
+
 class Extent(NamedTuple):
     """A range of host memory that an operation uses.
 
     Attributes:
-        start: Address of the first byte.
-        stop: Address after the last.
+        start, stop: Addresses of the first byte, and after the last.
         writer: None for memory that is only read. Equal writers do not conflict, because they
             write the same values, as broadcasts of tied weights do.
     """
@@ -34,15 +37,14 @@ def extents_of(writer: Hashable, array: Any, out: Any = None) -> list[Extent]:
     """Return the memory of an array that is read, and of one that is written.
 
     Args:
-        writer: Identity of the writer, see `Extent`.
-        array: The array that is read.
-        out: The array that is written, which may be the same; None: a new one.
+        out: The array that is written, which may have the first within; None: a new one.
     """
     if out is None:
         return [extent(array)]
     own = extent(out, writer)
     other = extent(array)
-    return [own] if other[:2] == own[:2] else [other, own]
+    is_within = own.start <= other.start and other.stop <= own.stop
+    return [own] if is_within else [other, own]
 
 
 class MemoryInUse:
@@ -100,7 +102,6 @@ class MemoryInUse:
                 place += 1
 
     def _find(self, new: Extent) -> Any:
-        """Return an operation whose use of memory conflicts with a new one."""
         place = bisect_left(self._starts, new.stop)
         # Extents that start lower by more than the size of the longest one end before this one.
         while place and self._starts[place - 1] + self._longest > new.start:

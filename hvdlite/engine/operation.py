@@ -63,7 +63,6 @@ class Operation(ABC):
             in flight under one name.
         nbytes: Number of bytes that it moves, if that is known.
         sent: Number of bytes that its last execution has sent, if that is counted.
-        lane: Name of the lane it was submitted to.
         submitted: Time of the submission, by ``time.monotonic``.
         note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
@@ -196,11 +195,7 @@ class Operation(ABC):
         """Restore what `protect` has kept: a rank has died, and the operation runs again."""
 
     def go_on(self, members: Sequence[int]) -> None:
-        """Adapt a pending operation to a world without the ranks that have died.
-
-        Args:
-            members: The ids of the survivors; see `World.ids`.
-        """
+        """Adapt a pending operation to a world of these ids, without the ranks that have died."""
         if self.root is not None and self.root not in members:
             self.failure = (
                 f"{self.title} was lost: rank {self.root}, which was to send it, has died"
@@ -251,12 +246,7 @@ def _digest(name: str, payload: bytes, signature: bytes, failed: bool) -> bytes:
 
 
 class Barrier(Operation):
-    """A wait for every rank, done by the round in which the ranks agree on it.
-
-    Args:
-        name: Name of the operation.
-        entries: Further entries of the signature, which must be equal on all ranks.
-    """
+    """A wait for every rank, done by the round in which they agree on it and on ``entries``."""
 
     def __init__(self, name: str, entries: Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__(name, Signature((("the operation", "barrier"), *entries)))

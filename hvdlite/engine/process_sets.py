@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import time
 from collections.abc import Sequence
@@ -101,13 +102,7 @@ global_process_set = ProcessSet([])
 
 
 class ProcessSets:
-    """The process sets of a world, and the engines of those that this rank is in.
-
-    Args:
-        MPI: the module ``mpi4py.MPI``.
-        whole: all ranks.
-        engine: of all ranks.
-    """
+    """The process sets of a world, and the engines of those that this rank is in."""
 
     def __init__(
         self,
@@ -153,15 +148,11 @@ class ProcessSets:
 
     @property
     def added(self) -> list[ProcessSet]:
-        """The registered process sets but that of all ranks, oldest first."""
-        return [process_set for number, process_set in sorted(self._sets.items()) if number]
+        """The process sets that all ranks have registered but that of all ranks, oldest first."""
+        return [process_set for number, process_set in sorted(self._sets.items()) if number > 0]
 
     def find(self, process_set_id: int) -> ProcessSet:
-        """Return the process set of a number.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Return the process set of a number; raise ValueError if there is none."""
         try:
             return self._sets[process_set_id]
         except KeyError:
@@ -173,13 +164,10 @@ class ProcessSets:
         """Do `hvdlite.add_process_set`.
 
         Args:
-            process_set: The process set.
             of: The world that its ranks are numbered in, of which some may have died since; None:
                 the current one.
         """
-        ids = process_set.resolve(of or self._whole)
-        if process_set.process_set_id is not None:
-            raise ValueError(f"{process_set!r} is registered already")
+        ids = self._resolve(process_set, of)
         for other in self._sets.values():
             if other.ranks == self._whole.numbers(ids):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
@@ -199,6 +187,31 @@ class ProcessSets:
             if deferred:
                 leave()
 
+    def add_among_members(self, process_set: ProcessSet, **changes: Any) -> Engine:
+        """Register a process set on its members, which alone call this, and return its engine.
+
+        Other sets may have the same ranks. Its number is negative, and the same on the members. It
+        ends with the first death among these.
+
+        Args:
+            **changes: Of its engine's settings.
+        """
+        ids = self._resolve(process_set, None)
+        if self._whole.id not in ids:
+            raise ValueError(f"rank {world.rank()} is not in {process_set!r}, and cannot create it")
+        part = self._whole.subset(ids)
+        number = min(part.comm.allgather(min(0, *self._sets) - 1))
+        settings = dataclasses.replace(self._global.settings, **changes)
+        engine = Engine(self._mpi, part, settings, f" of process set {number}")
+        self._enter(process_set, number, ids, engine)
+        return engine
+
+    def _resolve(self, process_set: ProcessSet, of: World | None) -> tuple[int, ...]:
+        ids = process_set.resolve(of or self._whole)
+        if process_set.process_set_id is not None:
+            raise ValueError(f"{process_set!r} is registered already")
+        return ids
+
     def remove(self, process_set: ProcessSet) -> bool:
         """Do `hvdlite.remove_process_set`."""
         if not isinstance(process_set, ProcessSet):
@@ -209,11 +222,12 @@ class ProcessSets:
         number = process_set.process_set_id
         if not number or self._sets.get(number) is not process_set:
             return False
-        self._agree("remove_process_set", ("the id of the process set", number))
         engine = self._engines.get(number)
+        if number > 0:
+            self._agree("remove_process_set", ("the id of the process set", number))
         if engine is not None:
             is_closed = engine.close()
-            self._supervisor.remove(engine)
+            engine.supervisor.remove(engine)
             if is_closed:
                 engine.world.free()
         self._leave(number)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from hvdlite.engine.agreement import Description, Pending, Progress
-from hvdlite.engine.memory import MemoryInUse
+from hvdlite.engine.memory import MemoryInUse, MemoryInUseError
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import HorovodInternalError
 from hvdlite.observe import status
@@ -17,9 +17,6 @@ from hvdlite.observe import status
 
 class Queue:
     """The operations that have been submitted and have not ended, oldest first.
-
-    Args:
-        rank: This rank's number in messages.
 
     Attributes:
         lock: Lock for any change here. `add`, `close`, `refuse` and `accept` are called with it
@@ -82,7 +79,7 @@ class Queue:
             if other is not operation:
                 also = f"{other.name!r}, which is still on its way"
                 found = f"{operation.name!r} uses the same memory as {also}"
-            raise ValueError(
+            raise MemoryInUseError(
                 f"rank {self._rank}: {found}, and a result is written to it (in place or by out=); "
                 "wait for one before the next, or give each an array of its own"
             )
@@ -134,11 +131,7 @@ class Queue:
         return taken
 
     def restart(self, members: Sequence[int]) -> None:
-        """Prepare the operations to run, perhaps again, without ranks that have died.
-
-        Args:
-            members: The ids of the survivors.
-        """
+        """Prepare the operations to run, perhaps again, without ranks that have died."""
         with self.lock:
             for operation in self.operations.values():
                 if operation.is_protected:

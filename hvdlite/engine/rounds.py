@@ -48,12 +48,6 @@ class Rounds:
     every rank, what can run, what cannot and what waits.
 
     Args:
-        name: Name of the lane in the timeline.
-        queue: The pending operations.
-        transport: The lane's transport.
-        devices: The lane's executor of device operations.
-        stall: The bounds on waiting for the other ranks.
-        settings: Times of reports and time-outs.
         elsewhere: Returns the titles of the operations for which this rank waits in other lanes,
             and the seconds since the first of them was submitted.
         give_up: Called with the title of an operation for which this rank has waited too long.
@@ -145,7 +139,6 @@ class Rounds:
         """Continue without ranks that have died.
 
         Args:
-            transport: Transport of the survivors.
             deliver: Whether an outcome in doubt counts; otherwise its operations run again.
         """
         self._transport = transport
@@ -287,7 +280,6 @@ class Rounds:
         """Run operations that all ranks have.
 
         Args:
-            groups: The operations, grouped by what runs together.
             pending: The ranks' descriptions, with payloads; None: all payloads equal this rank's.
         """
         unfinished = []
@@ -332,7 +324,6 @@ class Rounds:
             self._finish(group, results)
 
     def _finish(self, group: Sequence[Operation], results: Sequence[Any]) -> None:
-        """Remove operations from the queue, and hand over their results."""
         handles = [*map(_handle_of, group)]
         self._next_pause = _FIRST_PAUSE
         self._queue.remove(group)  # from now on each may be submitted again

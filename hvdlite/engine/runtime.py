@@ -59,11 +59,15 @@ def process_sets() -> ProcessSets:
     return _sets
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(
+    process_set: ProcessSet | Sequence[int], members_only: bool = False
+) -> ProcessSet:
     """Register a process set; all ranks call it, members or not, with the same ranks.
 
     Args:
         process_set: A process set or its ranks, in any order.
+        members_only: Whether the members alone call it. The set then ends with the first death
+            among them, under ``--elastic``, too; others may have the same ranks.
 
     Returns:
         The process set, which collectives take from now on.
@@ -74,12 +78,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     added = _as_process_set(process_set)
-    process_sets().add(added)
+    if members_only:
+        process_sets().add_among_members(added)
+    else:
+        process_sets().add(added)
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set, whose collectives have all ended; all ranks call it.
+    """Unregister a process set, whose collectives have all ended.
+
+    Those call it that have registered it: all ranks, or its members.
 
     Returns:
         Whether it was registered. That of all ranks cannot be removed.
@@ -143,9 +152,7 @@ def start(
     """Do what `init` does.
 
     Args:
-        comm: As for `init`.
-        wanted: The process sets to register.
-        virtual_ranks: As for `init`.
+        comm, virtual_ranks: As for `init`.
         supervise: Supervises the world; None: as the settings say.
     """
     global _engine, _hooked, _run, _sets, _lost
@@ -303,8 +310,7 @@ def note_lost_world(rank: int, size: int) -> None:
     Does nothing where there is one.
 
     Args:
-        rank: this rank's, in the world that there was.
-        size: of that world.
+        rank, size: of the world that there was.
     """
     global _lost
     if not world.is_initialized():
@@ -345,7 +351,6 @@ def _keep_files_together() -> None:
 
 
 def _pending() -> tuple[int, list[status.Pending]] | None:
-    """Return this rank and its pending operations, for a report on what it does."""
     return None if _sets is None else (world.rank(), _sets.pending())
 
 

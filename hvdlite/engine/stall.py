@@ -21,7 +21,6 @@ class StallInspector:
     """Decides when a lane that waits for other ranks reports a stall, and when it gives up.
 
     Args:
-        settings: Times of the stall report and shutdown.
         describe: Returns a text for what is waited for; called when a report is due.
         absent: Returns the ranks that have not come (None: not known).
         exempt: Returns whether the wait is exempt from the report and the shutdown.

@@ -48,9 +48,7 @@ class Supervisor:
         """Return the ranks that `form` makes a world of, once this process is one of them.
 
         Args:
-            MPI: The module ``mpi4py.MPI``.
             comm: As for ``init()``.
-            settings: Settings read at ``init()``.
         """
         return comm
 
@@ -58,7 +56,6 @@ class Supervisor:
         """Form a world, and return its engine; collective.
 
         Args:
-            MPI: The module ``mpi4py.MPI``.
             comm: What `select` has returned.
             build: Called with a communicator of hvdlite's own.
         """
@@ -74,9 +71,6 @@ class Supervisor:
         """Supervise a world from now on.
 
         Args:
-            MPI: The module ``mpi4py.MPI``.
-            whole: All ranks.
-            settings: Settings read at ``init()``.
             enter: Called with the world of the survivors when ranks have died.
         """
         self.place = int(whole.comm.rank), int(whole.comm.size)
@@ -109,8 +103,6 @@ class Supervisor:
 
         Args:
             name: Name of the set, unique in this world.
-            ids: The ids of its ranks; see `World.ids`.
-            of: The world of all ranks.
             make: Makes the set's engine in the set's world.
             enter: Called with the ids and the engine; None on a rank outside the set.
 

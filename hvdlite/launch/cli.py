@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.launch import check_build, hosts, mpirun, rank
+from hvdlite.launch import check_build, hosts, mpirun, rank, torchrun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
@@ -61,13 +61,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> int:
-    """Run the job as often as it takes, and return its exit code.
-
-    Args:
-        options: of the command line.
-        plan: the size of the first run.
-        sizes: decides the size of the next ones; None: it stays.
-    """
+    """Run the job as often as it takes, first as planned, and return its exit code."""
     job = _prepare(options, plan)
     # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
     others = {*job.program.agent_variables, *hosts.BATCH}
@@ -116,7 +110,6 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
 
 
 def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
-    """Return the job that the command line describes, for its first run."""
     settings = {**without_rank(os.environ), **variables(options)}
     if options.timeline_filename is not None:
         settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
@@ -124,7 +117,9 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     here = hosts.on_this_host(plan.hosts, settings)
     if hosts.all_local(plan.hosts):
         check(command, settings)
-    settings = with_paths(settings, options.horovod)
+    settings = with_paths(settings, *(n for n in ("horovod", "torch") if getattr(options, n)))
+    if options.torch:
+        settings["TORCHELASTIC_RUN_ID"] = os.urandom(16).hex()
     program = mpirun.detect(mpirun.find(settings))
     if options.network_interfaces is not None and not here:
         settings.update(program.networks(",".join(options.network_interfaces).split(",")))
@@ -152,18 +147,14 @@ def _run(
     sizes: Sizes | None,
     state: Sequence[Part],
 ) -> End:
-    """Run the job once.
+    """Run the job once more, after so many runs, from the state of the last one.
 
-    Args:
-        options: of the command line.
-        job: as for its first run.
-        plan: where the ranks run, and how many.
-        number: how often the job has run before.
-        sizes: has the run stop to have another size; None: it is fixed.
-        state: what it goes on with, from the run before; empty: it begins.
+    `sizes` has the run stop to have another size; None: the size is fixed.
     """
     settings = {**job.settings, "HVDLITE_RESTART": str(number)}
     here = hosts.on_this_host(plan.hosts, settings)
+    if options.torch:
+        settings |= torchrun.shared(plan.hosts, here, number, options.restarts or 0)
     # Other hosts need not reach this one, except to tell of changes.
     addresses = None
     if not here and sizes is not None:
@@ -211,11 +202,7 @@ def _stdin() -> str:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes | None:
-    """Return what decides the number of ranks; None: the command line has fixed it.
-
-    Raises:
-        StartError: the options contradict each other.
-    """
+    """Return what decides the number of ranks; None: the command line has fixed it."""
     elastic = options.min_np, options.max_np, options.host_discovery_script
     if not any(elastic):
         return None
@@ -292,14 +279,14 @@ def resolve(
     return list(command), dict(environment)
 
 
-def with_paths(environment: Mapping[str, str], horovod: bool = False) -> dict[str, str]:
-    """Return the environment in which Python finds hvdlite; if wanted, under horovod's name, too.
+def with_paths(environment: Mapping[str, str], *names: str) -> dict[str, str]:
+    """Return the environment in which Python finds hvdlite, with the bootstraps of some packages.
 
     In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
     for the package, unless its own folder is on the path: an editable install comes last.
     """
-    # Its `sitecustomize` makes `import horovod` find hvdlite.
-    first = [str(_PACKAGE / "horovod" / "bootstrap")] if horovod else []
+    # In each folder is a `sitecustomize`.
+    first = [str(_PACKAGE / name / "bootstrap") for name in names]
     spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
     last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
     # An empty entry is the current folder, an empty variable is none.
@@ -333,7 +320,6 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
-    """Return the arguments for mpirun that the user has given or that options need."""
     words = [*(options.mpi_args or ()), *(options.binding_args or ())]
     if options.elastic:
         if not program.elastic:

@@ -62,7 +62,6 @@ class Discovery:
     """Calls a script again and again for the hosts that there are; without one, they are fixed.
 
     Attributes:
-        hosts: the fixed hosts.
         script: a shell command that prints a host in each line, as ``name:slots`` or ``name``.
         slots: slots of a host that is printed without them.
     """
@@ -150,11 +149,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class Plan(NamedTuple):
-    """The size of a run of the job.
-
-    Attributes:
-        ranks: the number of ranks, without spares.
-    """
+    """The hosts of a run of the job, and its number of ranks, without spares."""
 
     hosts: list[Host]
     ranks: int
@@ -184,7 +179,7 @@ class Sizes:
     _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def wait(self, most: int) -> Plan:
-        """Return the next run's size as soon as there are slots for the least number of ranks."""
+        """Return the next run's size, at most so many ranks, as soon as there are enough slots."""
         deadline = time.monotonic() + self.seconds
         while True:
             hosts = self._usable()
@@ -250,9 +245,7 @@ class Sizes:
     def _is_other_size(self, living: Sequence[Sequence[str]], size: int) -> bool:
         """Return whether the hosts have slots for more ranks than there are, or not for these.
 
-        Args:
-            living: the names of each rank's host.
-            size: the number of ranks, with the spares that join.
+        `living` has the names of each rank's host; `size` counts the spares that join, too.
         """
         known = {host_key(host.name) for host in self.discovery.hosts}
         self._running.clear()

@@ -22,12 +22,7 @@ _NAME = re.compile(_PREFIX + "[0-9a-f]{8}")
 
 @contextlib.contextmanager
 def temporary(parent: str, others: str) -> Iterator[str]:
-    """Provide a folder for as long as the context lasts.
-
-    Args:
-        parent: where to make it, after a `sweep`.
-        others: another folder to sweep at the end.
-    """
+    """Provide a folder in a parent for as long as the context lasts; sweep both parents."""
     sweep(parent)
     path, lock = make(parent)
     try:
@@ -39,11 +34,7 @@ def temporary(parent: str, others: str) -> Iterator[str]:
 
 
 def make(parent: str) -> tuple[str, int]:
-    """Make a folder that only this user can open, and lock it.
-
-    Returns:
-        Its path, and the descriptor that holds the lock until it is closed.
-    """
+    """Make a folder for this user alone; return it, and the descriptor that holds its lock."""
     while True:
         path = os.path.join(parent, f"{_PREFIX}{os.urandom(4).hex()}")
         os.mkdir(path, mode=0o700)

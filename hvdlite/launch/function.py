@@ -143,11 +143,9 @@ def spawn(
     appears as ``[i] line``, and an exception is raised here.
 
     Args:
-        func: the function; what it returns is dropped.
         num_proc: the number of processes.
         args: its arguments after the process's number.
-        env: environment variables for the processes, on top of those of this one.
-        start_timeout: seconds until all processes must have started; default: 120.
+        env, start_timeout: as for `run`.
 
     Raises:
         Exception: as `run`.
@@ -181,7 +179,6 @@ def _result(rank: int, parts: list[bytearray]) -> Any:
 
 
 def _check_end(server: Server, code: int) -> None:
-    """Raise unless every rank has sent a result and the job has ended well."""
     if server.failures:
         raise _first_error(list(server.failures.values()))
     missing = sorted(set(range(server.ranks)) - set(server.results))

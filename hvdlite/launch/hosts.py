@@ -119,12 +119,7 @@ def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
 
 
 def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:
-    """Log in to a host by ssh; return why that fails, or an empty text.
-
-    Args:
-        arguments: more of them for ssh.
-        seconds: in which it must answer.
-    """
+    """Log in to a host by ssh with more arguments; return why that fails, or an empty text."""
     timeout = f"ConnectTimeout={max(int(seconds / 2), 1)}"
     command = ["ssh", "-o", "BatchMode=yes", *arguments, "-o", timeout, host, "true"]
     try:
@@ -145,7 +140,7 @@ def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str
 
 
 def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
-    """Refuse hosts that neither this host's resolver nor ssh's configuration knows."""
+    """Refuse hosts that neither this host's resolver nor ssh, with more arguments, knows."""
     for host in hosts:
         if all_local([host]):
             continue
@@ -198,7 +193,6 @@ def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Yield the names and IPv4 addresses of this host's interfaces."""
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(type=socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -214,12 +208,7 @@ def _is_in(address: str, network: str) -> bool:
 
 
 def parse_host(text: str, slots: int = 1) -> Host | None:
-    """Read ``host:slots`` or ``host``; return None for a text of another form.
-
-    Args:
-        text: without spaces around it.
-        slots: the slots of a host without a number.
-    """
+    """Read ``host:slots``, or ``host``, which has `slots`; None: the text has another form."""
     match = _HOST.fullmatch(text)
     if match is None:
         return None

@@ -49,9 +49,7 @@ class Job(NamedTuple):
     Attributes:
         hosts: where the ranks run; empty: here, or wherever the batch system says.
         is_here: whether all of them are this host.
-        settings: the ranks' environment.
         output: where their output goes, as for `hvdlite.launch.rank`.
-        arguments: more of them for mpirun.
     """
 
     program: Mpirun

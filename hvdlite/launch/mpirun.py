@@ -31,7 +31,11 @@ ONE_HOST = "OMPI_MCA_btl", "self,sm"
 
 
 class Mpirun(ABC):
-    """One flavour of mpirun."""
+    """One flavour of mpirun.
+
+    Args:
+        version: its version, as ``5.0.11``.
+    """
 
     #: Which one it is.
     name: ClassVar[str]
@@ -64,12 +68,9 @@ class Mpirun(ABC):
         exported: Sequence[str] = (),
         more: Sequence[str] = (),
     ) -> list[str]:
-        """Return its command line.
+        """Return its command line, which carries the exported variables to other hosts.
 
-        Args:
-            hosts: where they run; empty: here, or wherever the batch system says.
-            command: what each process runs.
-            exported: variables that it must carry to other hosts.
+        Without hosts, the processes run here, or wherever the batch system says.
         """
         where = [self.host_option, listed(hosts)] if hosts else []
         words = [self.path, "-np", str(num_proc), *where, *self.export(exported)]
@@ -82,9 +83,7 @@ class Mpirun(ABC):
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override.
 
-        Args:
-            here: whether all ranks run on this host.
-            folder: a folder of this job alone.
+        `here`: all ranks run on this host; `folder` belongs to this job alone.
         """
         return {}
 
@@ -93,11 +92,9 @@ class Mpirun(ABC):
         return dict.fromkeys(self.network_variables, ",".join(names))
 
     def close_ports(self, pid: int, has_ranks: bool, are_connected: bool) -> None:
-        """Close the ports that mpirun does not need any more, in a job on one host.
+        """Close the ports that mpirun, process `pid`, does not need any more, in a job on one host.
 
-        Args:
-            has_ranks: whether it has started one.
-            are_connected: whether all ranks have started MPI, and start no further processes by it.
+        They `are_connected` if all ranks have started MPI, and start no further processes by it.
         """
         if has_ranks:  # before, Hydra's proxy connects to one of them
             ports.close(pid)

@@ -136,14 +136,9 @@ def ssh_arguments(options: argparse.Namespace) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that knows its options and reports each mistake in one line.
+    """A parser that knows its options and reports each mistake in one line."""
 
-    Attributes:
-        options: those of its groups.
-        source: where the words come from, if not from the command line.
-    """
-
-    source = ""
+    source = ""  # of the words, if not the command line
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -194,61 +189,29 @@ def make_parser() -> Parser:
     add("-hostfile --hostfile", "file with one 'host slots=N' or 'host:N' per line", metavar="F")
     add("--restarts", "start the job again, up to N times, when a rank fails", **number)
     add("--horovod", "have `import horovod` find hvdlite in all of the command", **flag)
+    add("--torch", "run a script for torchrun, with hvdlite as its backend", **flag)
     add("--config-file", "horovodrun's YAML file; the command line comes first", metavar="F")
 
     add = parser.begin_group("elastic jobs")
     add("--elastic", "go on without a rank that has died, in the same step (Open MPI 5)", **flag)
-    add(
-        "--spares",
-        "start N more processes, which take the places of ranks that die (--elastic)",
-        **number,
-    )
-    add(
-        "--min-np --min-num-proc",
-        "wait for hosts when there are fewer ranks; default: -np",
-        **positive,
-    )
-    add(
-        "--max-np --max-num-proc",
-        "take in hosts until there are so many ranks; default: -np",
-        **positive,
-    )
-    add(
-        "--host-discovery-script",
-        "command that prints the hosts that there are, one 'host:slots' per line",
-        metavar="F",
-    )
+    add("--spares", "N more processes, which replace ranks that die (--elastic)", **number)
+    add("--min-np --min-num-proc", "wait for hosts below N ranks; default: -np", **positive)
+    add("--max-np --max-num-proc", "take in hosts up to N ranks; default: -np", **positive)
+    add("--host-discovery-script", "command that prints lines of host:slots", metavar="F")
     add("--slots-per-host", "slots of a host that it prints without them; default: 1", **positive)
-    add(
-        "--blacklist-cooldown-range",
-        "seconds for which a host on which a rank has died gets no other; default: forever",
-        type=_at_least(0),
-        nargs=2,
-        metavar=("MIN", "MAX"),
-    )
-    add(
-        "--reset-limit",
-        "how often the ranks may form their world anew; default: without limit",
-        **number,
-    )
-    add(
-        "--elastic-timeout",
-        "seconds to meet again after a failure, and to wait for hosts; default: 600",
-        **_setting("ELASTIC_TIMEOUT"),
-    )
+    pair: Any = {"type": _at_least(0), "nargs": 2, "metavar": ("MIN", "MAX")}
+    cooldown = "seconds for which a host on which a rank has died gets no other; default: forever"
+    add("--blacklist-cooldown-range", cooldown, **pair)
+    add("--reset-limit", "how often the ranks may form their world again", **number)
+    timeout = "seconds to meet again after a failure, and to wait for hosts; default: 600"
+    add("--elastic-timeout", timeout, **_setting("ELASTIC_TIMEOUT"))
 
     add = parser.begin_group("output")
     add("--output-filename", "write what rank N prints to D/rank.N/stdout and stderr", metavar="D")
-    add(
-        "-prefix-timestamp --prefix-output-with-timestamp",
-        "put the time before each line of output (Open MPI)",
-        **flag,
-    )
-    add(
-        "--log-level",
-        "of hvdlite's logger: trace, debug, info, warning, error, fatal",
-        **_setting("LOG_LEVEL", "LEVEL"),
-    )
+    timestamp = "-prefix-timestamp --prefix-output-with-timestamp"
+    add(timestamp, "put the time before each line of output (Open MPI)", **flag)
+    levels = "trace, debug, info, warning, error, fatal"
+    add("--log-level", f"of hvdlite's logger: {levels}", **_setting("LOG_LEVEL", "LEVEL"))
     add("--verbose", "print mpirun's command line", **flag)
 
     add = parser.begin_group("communication")
@@ -256,12 +219,8 @@ def make_parser() -> Parser:
     add("--cycle-time-ms", "time in which operations come together", **_setting("CYCLE_TIME"))
     add("--cache-capacity", "number of named operations kept ready", **_setting("CACHE_CAPACITY"))
     add("--tcp", "use TCP only, for MPI and for NCCL", **flag)
-    add(
-        "--network-interfaces --network-interface",
-        "networks to use between hosts: eth0,eth1",
-        action="append",
-        metavar="NAMES",
-    )
+    names: Any = {"metavar": "NAMES", "action": "append"}
+    add("--network-interfaces --network-interface", "those between hosts: eth0,eth1", **names)
 
     add = parser.begin_group("other hosts")
     add("-p --ssh-port", "port of ssh", **positive)
@@ -274,16 +233,9 @@ def make_parser() -> Parser:
     add("--timeline-filename", "write what the ranks do when to F, for Perfetto", metavar="F")
     add("--timeline-mark-cycles", "mark each round in it", **switch)
     add("--stall-check", "report long waits (the default)", **switch)
-    add(
-        "--stall-check-warning-time-seconds",
-        "report waits of N seconds",
-        **_setting("STALL_CHECK_TIME_SECONDS"),
-    )
-    add(
-        "--stall-check-shutdown-time-seconds",
-        "make waits of N seconds an error",
-        **_setting("STALL_SHUTDOWN_TIME_SECONDS"),
-    )
+    for what, does in ("warning", "report waits"), ("shutdown", "fail after waits"):
+        setting = _setting(SETTINGS[f"stall_check_{what}_time_seconds"])
+        add(f"--stall-check-{what}-time-seconds", f"{does} of N seconds", **setting)
 
     add = parser.begin_group("instead of a job")
     add("-cb --check-build", "print what is installed, and exit", **flag)
@@ -324,8 +276,6 @@ def _words(text: str) -> list[str]:
 
 
 def _setting(name: str, metavar: str = "N") -> Any:
-    """Return the keywords of an option whose value a setting takes."""
-
     def parse(text: str) -> str:
         try:
             settings.read({f"HVDLITE_{name}": text})
@@ -358,7 +308,6 @@ def _configured(path: str, options: Sequence[argparse.Action]) -> Iterator[str]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the sections, keys and values of a config file."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:

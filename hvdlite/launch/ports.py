@@ -22,14 +22,10 @@ _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
 
 def close(pid: int, to_this_host: bool = False) -> None:
-    """Have the system drop what arrives at the TCP ports that a process listens on.
+    """Have the system drop what arrives at a child's TCP ports; on the loopback `to_this_host`.
 
     The process notices nothing. Where the system does not allow to look into it (a container
     without CAP_SYS_PTRACE), its ports stay open.
-
-    Args:
-        pid: the process, a child of this one.
-        to_this_host: whether to close those on the loopback, too, which other hosts cannot reach.
     """
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     package = sys.modules["hvdlite"] = ModuleType("hvdlite")
     package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
 
-from hvdlite.launch import folders
+from hvdlite.launch import folders, torchrun
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
 
@@ -98,18 +98,23 @@ def main(arguments: Sequence[str]) -> None:
         os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
         if _shared:
             os.environ[_SHARED_VARIABLE] = _shared
+        if torchrun.NODES in os.environ:
+            os.environ.update(torchrun.own(int(first_of(_SIZE, "1")), manager))
         _run(command, "" if numbers else output, mask)
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
-    others_go_on = os.environ.get(ELASTIC) == "1" and _has_met_others(steps)
+    is_elastic = os.environ.get(ELASTIC) == "1"
+    others_go_on = is_elastic and steps >= 0 and any(os.pread(steps, 8, 8))  # it has met them
     if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
         rank = f"rank {first_of(RANK, '?')} on host {os.uname().nodename}"
         text = describe(rank, code) + _after_step(steps)
         if others_go_on:
-            _report_death(channel, code, text)
+            if not _send(channel, protocol.DEATH, str(shell_code(code)), text):
+                os.write(2, f"hvdliterun: {text}; the other ranks go on\n".encode())
+            _drain()
             code = -signal.SIGKILL  # for MPI, which takes no other end for a failure
         else:
             _report(channel, code, text, folder, under_way=bool(signs))
@@ -123,11 +128,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent dies in any way.
-
-    Args:
-        parent: process id of the parent, known for certain.
-    """
+    """Have the kernel signal this process when its parent, known for certain, dies in any way."""
     import ctypes
 
     pr_set_pdeathsig = 1
@@ -137,11 +138,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def describe(who: str, code: int) -> str:
-    """Say in one line how a process ended.
-
-    Args:
-        code: its exit code, or minus the number of the signal that killed it.
-    """
+    """Say in one line how a process ended: its exit code, or minus the signal that killed it."""
     if code >= 0:
         return f"{who} exited with code {code}"
     try:
@@ -197,7 +194,6 @@ class _Forwarding:
         self._reader.start()
 
     def finish(self, seconds: float) -> None:
-        """Send the rest when the command has ended."""
         os.close(self._end)
         self._reader.join(seconds)
 
@@ -222,7 +218,6 @@ class _Forwarding:
                 self._send_lines(kind, unfinished[reader], last=True)
 
     def _send_lines(self, kind: bytes, text: bytes, last: bool) -> bytes:
-        """Send whole lines, and return the rest."""
         lines, end, rest = text.rpartition(b"\n")
         if rest and (last or len(rest) > _MAX_LINE):
             lines, end, rest = text, b"\n", b""
@@ -281,11 +276,6 @@ def _after_step(steps: int) -> str:
     """Say which step was the rank's last; empty: it has made none, or it is unknown."""
     last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
     return f" after step {last}" if last else ""
-
-
-def _has_met_others(steps: int) -> bool:
-    """Return whether the rank has met the other ranks, which go on without it then."""
-    return steps >= 0 and any(os.pread(steps, 8, 8))
 
 
 def _notes(folder: str, ranks: str = "") -> dict[str, int]:
@@ -432,9 +422,7 @@ def _drain() -> None:
 def _report(channel: Channel | None, code: int, text: str, folder: str, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
-    Args:
-        folder: of this rank, whose notes go when it has been named.
-        under_way: whether the manager is already ending the job.
+    Its notes of leaving go then. `under_way`: the manager is already ending the job.
     """
     # At once: the end of this rank makes others fail, which must not be named before it.
     reported = _send(channel, protocol.REPORT, str(shell_code(code)), text)
@@ -449,13 +437,6 @@ def _report(channel: Channel | None, code: int, text: str, folder: str, under_wa
     else:
         os.write(2, f"hvdliterun: {text}\n".encode())
         _abort(code)
-
-
-def _report_death(channel: Channel | None, code: int, text: str) -> None:
-    """Name this rank, without which the others go on."""
-    if not _send(channel, protocol.DEATH, str(shell_code(code)), text):
-        os.write(2, f"hvdliterun: {text}; the other ranks go on\n".encode())
-    _drain()
 
 
 def _abort(code: int) -> None:

@@ -43,13 +43,9 @@ _Message = tuple[int, bytes, list[bytearray]]  # from a rank, of a kind, with pa
 
 
 class Failure(NamedTuple):
-    """A rank that failed.
+    """A rank that failed, with its exit code (128 + n for signal n).
 
-    Attributes:
-        rank: which.
-        code: its exit code, 128 + n for signal n.
-        text: which rank, where and how; empty where it sent its exception.
-        error: that exception, pickled; empty: there is none.
+    The text says which rank, where and how, or else the error is its exception, pickled.
     """
 
     rank: int
@@ -66,13 +62,10 @@ class Server:
         addresses: where this host listens for ranks on others; empty: on all of its interfaces;
             None: only processes of this host connect.
         task: what a rank of `hvdlite.run` gets when it asks.
-        ranks: their number at the start.
         spares: the number of processes that wait beside them.
 
     Attributes:
-        address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
-        results: the parts of the results, by rank.
         failures: the first failure of each rank, by rank, in the order of their arrival.
         exited: the first rank whose process ended with an error.
         deaths: the ranks without which the others go on, in the order of their deaths.
@@ -83,7 +76,6 @@ class Server:
         state: the parts of the state that only the launcher has: from the run before until all
             ranks have it, and for the next run as soon as rank 0 has handed it over.
         printed: the last lines that mpirun itself has printed.
-        columns: of the terminal.
     """
 
     def __init__(
@@ -135,11 +127,7 @@ class Server:
             _start(self._accept, listener)
 
     def read(self, output: IO[bytes], kind: bytes) -> None:
-        """Show what mpirun itself prints.
-
-        Args:
-            kind: the kind of a rank's lines of the same stream.
-        """
+        """Show what mpirun itself prints, like a rank's lines of a kind."""
 
         def read() -> None:
             with output:
@@ -252,7 +240,6 @@ class Server:
             _write(_CLEAR + text[: self.columns - 1])
 
     def _put(self, message: _Message | OSError) -> None:
-        """Hand a message to the calling thread."""
         while not self._closed:
             with contextlib.suppress(queue.Full):
                 self._messages.put(message, timeout=_TICK)
@@ -295,16 +282,14 @@ class Server:
                 kind, parts = channel.receive()
                 if kind == protocol.ASK:
                     channel.send(protocol.TASK, *self._task)
-                    continue
-                if kind == protocol.FETCH:
+                elif kind == protocol.FETCH:
                     channel.send(protocol.STATE, *self.state)
-                    continue
-                if kind == protocol.WATCH:
+                elif kind == protocol.WATCH:
                     self.watching[rank] = channel
-                    continue
-                self._put((rank, kind, parts))
-                if kind in (protocol.RESULT, protocol.ERROR, protocol.KEEP):
-                    channel.send(protocol.SEEN)
+                else:
+                    self._put((rank, kind, parts))
+                    if kind in (protocol.RESULT, protocol.ERROR, protocol.KEEP):
+                        channel.send(protocol.SEEN)
         except ForgedError as error:
             if channel and channel.rank >= 0:
                 self.failures.setdefault(channel.rank, Failure(channel.rank, 1, str(error)))

@@ -37,11 +37,7 @@ class _Rank(NamedTuple):
 
 
 def report(folder: str) -> str:
-    """Ask all ranks of this host what they do.
-
-    Returns:
-        What they wait for, and the stacks, equal ones once.
-    """
+    """Ask all ranks in the server's folder what they do; return waits, and equal stacks once."""
     ranks = _ask(folder)
     if not ranks:
         return (
@@ -74,7 +70,6 @@ def report(folder: str) -> str:
 
 
 def _ask(folder: str) -> dict[int, _Rank]:
-    """Signal all ranks that have begun; return them by number."""
     ranks = {}
     for path in Path(folder).glob(f"rank.*/{FILE}"):
         with contextlib.suppress(OSError, ValueError):
@@ -87,7 +82,6 @@ def _ask(folder: str) -> dict[int, _Rank]:
 
 
 def _texts(ranks: Mapping[int, _Rank]) -> dict[int, str]:
-    """Return what each rank has written since it was asked."""
     texts = {}
     for number, rank in ranks.items():
         with contextlib.suppress(OSError), rank.path.open("rb") as file:

@@ -57,12 +57,7 @@ def numbered(function: Callable[..., Any], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _reporting(channel: Channel, doing: str, is_callers: bool = False) -> Iterator[None]:
-    """End the job on an exception, and send it to the caller.
-
-    Args:
-        doing: what is being done, for the message.
-        is_callers: whether the caller shall see the exception as it is, if that is possible.
-    """
+    """End the job on an exception, and send it to the caller; as it is, where it `is_callers`."""
     try:
         yield
     except BaseException as error:
@@ -143,12 +138,7 @@ class RemoteError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, doing: str, is_callers: bool) -> RemoteError:
-        """Describe an exception that was caught on this rank.
-
-        Args:
-            doing: what the rank did.
-            is_callers: whether it is to be raised in the caller.
-        """
+        """Describe an exception of this rank, which is raised in the caller if it `is_callers`."""
         pickled: list[Part] | None = [] if is_callers else None
         if is_callers:
             # A user's exception may hold anything and do anything when it is pickled.

@@ -235,7 +235,6 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
 
     Args:
         address: the launcher's: the path of a socket, or from `tcp_address`.
-        rank: of this process.
         environment: where the job's key is, and what the process manager calls this host.
 
     Raises:

@@ -44,8 +44,6 @@ class Pending(NamedTuple):
     Attributes:
         name: of the operation and its lane.
         title: the name, and for a bucket its parameters.
-        seconds: since it was submitted.
-        members: the ranks that take part in it.
     """
 
     name: str

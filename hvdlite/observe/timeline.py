@@ -106,8 +106,7 @@ class Timeline:
         Args:
             row: ``"gradients"``, ``"named"`` or ``"step"``.
             event: one of this module's names.
-            start: time of the start, by `now`.
-            end: time of the end, by `now`.
+            start, end: times, by `now`.
             **args: details for the viewer: ``tensor="loss"``, ``bytes=4096``.
         """
         self._put(("X", row, event, start, end, args))

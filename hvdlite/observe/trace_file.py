@@ -63,7 +63,6 @@ class TraceFile:
 
     Args:
         path: of the file, in an existing folder.
-        run: the run that the events belong to.
         event: first event of this process, with ``args``.
     """
 

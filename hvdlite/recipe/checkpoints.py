@@ -260,7 +260,6 @@ class Checkpoint:
         return structure, arrays
 
     def _read_torch(self, file: IO[bytes]) -> tuple[Any, _Arrays]:
-        """Return the structure and the arrays of a file of ``torch.save``."""
         raise CheckpointError(
             f"{file.name} was written by torch.save: load it with hvdlite.torch.checkpoint()"
         )
@@ -353,7 +352,6 @@ def _outcome(action: Callable[[], _Result]) -> tuple[_Result | None, Exception |
 
 @contextmanager
 def _explained(path: Path, done: str) -> Iterator[None]:
-    """Convert other exceptions to an error that names the file."""
     try:
         yield
     except (TypeError, CheckpointError):

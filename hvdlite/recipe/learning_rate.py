@@ -43,11 +43,9 @@ def warmup(
     With ``lr=1.0`` it gives the multipliers that torch's ``LambdaLR`` expects.
 
     Args:
-        lr: The rate for one process.
+        lr, rule, size: As for `scale_lr`.
         warmup_steps: Length of the warm-up, in the unit of the schedule's argument: steps, or
             epochs (fractions allowed). 0: no warm-up.
-        rule: As for `scale_lr`.
-        size: The number of ranks; None: that of the world, or of virtual ranks if there are any.
 
     Raises:
         ValueError: ``warmup_steps`` is negative or not finite, or as for `scale_lr`.

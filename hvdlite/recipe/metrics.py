@@ -176,8 +176,6 @@ def _joined(value: Any) -> Any:
 def _entries(
     name: str, metrics: Mapping[str, float], weight: float = 1.0
 ) -> list[tuple[dict[str, float], float]]:
-    """Return the values and the weights of all ranks."""
-
     def make() -> tuple[dict[str, float], float]:
         values = {key: _scalar(f"metric {key!r}", value) for key, value in metrics.items()}
         share = _scalar("weight", weight)

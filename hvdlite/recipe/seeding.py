@@ -41,9 +41,6 @@ def seed(n: int) -> AbstractContextManager[None]:
     Args:
         n: The seed, 0 or more; the same on all ranks.
 
-    Returns:
-        The context manager.
-
     Raises:
         ValueError: ``n`` is not an integer of 0 or more.
         NotInitializedError: hvdlite is not initialized.

@@ -29,10 +29,7 @@ class Stream:
     Each iteration reads the iterable from its beginning, as far as that can be done again.
 
     Args:
-        data: The iterable.
-        batch_size: Samples per rank and step.
-        rank: The rank whose batches to return; None: this process's.
-        size: The number of ranks; None: that of the world.
+        batch_size, rank, size: As for `shard`.
         allow_empty: Whether ranks may have no batch if there are fewer samples than ranks.
     """
 

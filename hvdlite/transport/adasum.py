@@ -25,10 +25,8 @@ def adasum(
     layer.
 
     Args:
-        transport: of the ranks.
         send: flat floats.
         result: of the same size and dtype; it may be ``send``.
-        scaling: applied at the end.
         tensors: the offset of each tensor in the array, and the end of the last one.
     """
     rows = transport.scatter_slices(send)

@@ -24,11 +24,6 @@ class HierarchicalTransport(MPITransport):
     are as many slices as the smallest node has ranks.
 
     16-bit floats travel as float32 between the nodes, since partial sums need not fit them.
-
-    Args:
-        MPI: the module ``mpi4py.MPI``.
-        world: the ranks.
-        barrier: of this node's ranks.
     """
 
     title = "shared memory within nodes, MPI between them"

@@ -27,9 +27,7 @@ class Liveness:
     do not answer are missing. Nothing is sent as long as no rank waits for long.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks, which this object owns.
-        members: global ranks, used in messages.
     """
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803
@@ -72,11 +70,7 @@ class Liveness:
             self._announce()
 
     def absent(self) -> list[int]:
-        """Announce this rank, wait for answers, and return the members that do not answer.
-
-        Raises:
-            RankGoneError: a rank has left for good.
-        """
+        """Announce this rank, wait for answers, and return the members that do not answer."""
         self._announce()
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:

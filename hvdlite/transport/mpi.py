@@ -60,7 +60,6 @@ class MPITransport(Transport):
     call that cannot end. `meet` allocates for the arrays that it is given.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
         comm: the communicator to duplicate; collective.
         members: global ranks, used in messages; None: the communicator's own.
     """
@@ -271,10 +270,6 @@ def forget_ended(MPI: Any, comms: Sequence[Any]) -> bool:  # noqa: N803
     """Forget the abandoned collectives over some communicators that have ended; return if all have.
 
     Those over a communicator that has been revoked end with an error.
-
-    Args:
-        MPI: the module ``mpi4py.MPI``.
-        comms: the communicators.
     """
     theirs = [each for each in _abandoned if any(each[-1] is comm for comm in comms)]
     ended = [each for each in theirs if has_ended(MPI, each[0])]

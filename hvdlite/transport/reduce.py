@@ -81,7 +81,7 @@ def combine(parts: Sequence[Any], op: ReduceOp, total: Any = None) -> Any:
 
 def binary(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], object]:
     """Return the function that combines two arrays of a dtype and writes into a third."""
-    if dtype.kind == "b":
+    if dtype.kind == "b" and op < ReduceOp.BITWISE_AND:
         return np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
     # numpy deprecates a positional output of minimum and maximum.
     return {ReduceOp.MIN: _minimum, ReduceOp.MAX: _maximum}.get(op, UFUNCS[op])

@@ -45,7 +45,6 @@ def connect(
     """Return the best transport for a world's ranks; collective.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
         world: the ranks and their nodes; the transport makes communicators of its own.
         shared_memory: whether it may be used; the same on all ranks.
         before: the transport that these ranks, and some that have died, used before. The new one
@@ -77,7 +76,6 @@ def connect_device(
 
     Args:
         control: the host transport of the same ranks, called in the thread that uses it.
-        device: the number of this rank's device.
         timeout: seconds after which work that the host waits for has failed; None: never.
         cuda: the devices; None: those of cupy.
         through_host: leave NCCL out; the same on all ranks.

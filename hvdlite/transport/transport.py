@@ -23,6 +23,8 @@ from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
 from hvdlite.world.world import World
 
+#: Bytes of the smallest array that ranks reduce in each other's memory, see `Transport.announce`.
+LEAST_ANNOUNCED = 2**16
 #: Bytes of the largest array that is reduced together with others, see `allreduce_all`.
 LARGEST_FUSED = 2**19
 #: Bytes of the digests that ranks compare before they run a collective.
@@ -50,11 +52,8 @@ class Transport(ABC):
     collectives are called.
 
     Attributes:
-        rank: this process's rank in the communicator.
-        size: the number of ranks.
         max_digests: the number of digests that ranks can compare in one `meet`.
         lane: the name of the lane that uses the transport, for the timeline.
-        title: what carries the bytes, in reports.
         members: the ids of the ranks, for messages; see `World.ids`.
         confirms: whether the ranks `confirm` each outcome, so that they can continue without a rank
             that has died (`hvdlite.elastic.recovery`).
@@ -73,7 +72,6 @@ class Transport(ABC):
         """Return a transport for a world's ranks, or on all of them None if it does not suit them.
 
         Args:
-            MPI: the module ``mpi4py.MPI``.
             world: the ranks and their nodes; the transport makes communicators of its own.
             join: called if the transport uses shared memory.
         """
@@ -127,11 +125,7 @@ class Transport(ABC):
         return None
 
     def check_alive(self) -> None:  # noqa: B027 - most transports cannot tell
-        """Raise if a rank is known to have ended; not collective.
-
-        Raises:
-            RankGoneError: a rank has ended, and will take part in no further collective.
-        """
+        """Raise RankGoneError if a rank is known to have ended; not collective."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -269,9 +263,7 @@ class Transport(ABC):
             parts: pairs of an offset in ``send`` and the flat array that takes the place of the
                 elements from there on. They lie within `zero_copy_range`, in ascending order, and
                 do not overlap.
-            result: as in `allreduce`.
-            op: as in `allreduce`.
-            scaling: as in `allreduce`.
+            result, op, scaling: as in `allreduce`.
         """
         copy_parts(parts, send)
         self.allreduce(send, result, op, scaling)

@@ -34,7 +34,7 @@ _IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_APID", "
 # Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
 # them takes itself for a part of that job, and MPI takes the process for that rank.
 _OF_A_RANK = re.compile(
-    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH)\w+"
+    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH|TORCHELASTIC_)\w+"
 )
 
 
@@ -42,7 +42,6 @@ class Launcher(NamedTuple):
     """A launcher, and the variables that tell its processes their number.
 
     Attributes:
-        name: the launcher, in messages.
         sizes: variables with the number of processes.
         rank: the variable with the process's rank. Without it the others mean nothing: batch
             systems and users also set them for single processes.
@@ -91,10 +90,6 @@ def check(size: int, environment: Mapping[str, str] = os.environ) -> None:
 
     Each would train alone, silently, and write the same files as the others.
 
-    Args:
-        size: the number of processes that MPI knows of.
-        environment: the variables of this process.
-
     Raises:
         LauncherError: they tell of more processes, and MPI of one; the message has the right
             command.
@@ -119,8 +114,6 @@ class Parent(NamedTuple):
     """The rank that has started this process.
 
     Attributes:
-        pid: the rank's process.
-        rank: its number.
         place: its place in the world, as given to `note_rank`.
     """
 
@@ -133,9 +126,7 @@ def note_rank(rank: int, place: Any, environment: MutableMapping[str, str] = os.
     """Tell the processes that this rank starts whose identity they inherit.
 
     Args:
-        rank: this process's.
         place: its place in the world, which JSON can carry.
-        environment: the variables of this process.
     """
     if identity := _identity(environment):
         text = json.dumps([identity, os.getpid(), rank, place])

@@ -43,8 +43,6 @@ class Member(ABC):
 
         Args:
             after: The last position before the change.
-            rank: This process's new rank.
-            size: The new number of ranks.
         """
 
 
@@ -61,7 +59,6 @@ def join(member: Member, key: Hashable) -> None:
     """Have an object change with the ranks for as long as it lives.
 
     Args:
-        member: The object.
         key: The same for the corresponding objects of all ranks; objects of one key correspond
             in the order of their creation.
     """
@@ -88,8 +85,6 @@ def renumber(everywhere: Sequence[Mapping[Any, Any]], rank: int, size: int) -> N
 
     Args:
         everywhere: The `positions` of all survivors.
-        rank: This process's new rank.
-        size: The new number of ranks.
     """
     for key in {key for positions in everywhere for key in positions}:
         after = max(positions[key] for positions in everywhere if key in positions)

@@ -58,12 +58,7 @@ class Parts:
         """Require that this number of steps can have been taken."""
 
     def refuse(self, what: str, remedy: str) -> None:
-        """Raise a ``ValueError`` unless there is one part for each rank.
-
-        Args:
-            what: What is refused.
-            remedy: What to do instead.
-        """
+        """Raise a ``ValueError`` unless there is one part for each rank."""
 
     def keep(self) -> int | None:
         """Keep `step` for the next `divide`; return the number of fixed parts."""
@@ -73,11 +68,7 @@ class Parts:
         """Return the subclass of `hvdlite.recipe.Batches` for these parts; None: `Batches`."""
 
     def gradient_path(self, owner: str) -> Any:
-        """Return the class that makes steps on these parts; None: the ordinary one.
-
-        Args:
-            owner: As in `hvdlite.gradients.options.gradient_path`.
-        """
+        """Return the class that makes steps on these parts; None: the ordinary one."""
 
 
 current = Parts()

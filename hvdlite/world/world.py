@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ class World:
         nodes: for each rank the index of its node.
         ids: for each rank its number in the world that ``init()`` has formed; ascending. A rank
             keeps it when others die, and in process sets. Messages name ranks by it.
-        create: makes further communicators of these ranks.
     """
 
     comm: Any
@@ -56,10 +56,8 @@ class World:
         """Create the world of a communicator's ranks; collective.
 
         Args:
-            MPI: the module ``mpi4py.MPI``.
             comm: the communicator, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: MPI finds the nodes.
-            create: makes further communicators.
             ids: the ranks' ids; None: 0, 1, ...
         """
         rank = comm.rank
@@ -75,7 +73,9 @@ class World:
         Args:
             ids: the ids of these ranks, ascending; this rank's is among them.
         """
-        comm = self.comm.Create_group(self.comm.group.Incl(self.numbers(ids)))
+        # Others may create a set at the same time that has some of these ranks.
+        tag = zlib.crc32(repr(tuple(ids)).encode()) & 0x7FFF
+        comm = self.comm.Create_group(self.comm.group.Incl(self.numbers(ids)), tag)
         return self.around(comm, ids, create_at_once)
 
     def split_off(self, MPI: Any, ids: Sequence[int], create: Create) -> Any:  # noqa: N803
@@ -84,9 +84,7 @@ class World:
         Unlike ``MPI_Comm_create_group``, it ends in an error when a rank dies.
 
         Args:
-            MPI: the module ``mpi4py.MPI``.
             ids: ascending.
-            create: makes the communicator.
 
         Returns:
             None on a rank that is not one of them.
@@ -102,7 +100,6 @@ class World:
         Args:
             comm: the communicator, which the world takes over.
             ids: of its ranks, ascending.
-            create: makes the others.
         """
         node = create(comm.Split, self.node_index, comm.rank)
         return World._of(comm, node, ids, create)
@@ -263,7 +260,6 @@ def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
     """Create a communicator from the argument of ``init``; collective.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
         comm: None (all ranks), a list of ranks of ``COMM_WORLD``, or a communicator.
 
     Raises:

@@ -6,6 +6,9 @@ python -m tests.campaigns.kill --runs 100 --framework sets
 python -m tests.campaigns.kill --runs 100 --framework spares
 python -m tests.campaigns.kill --runs 100 --framework virtual
 python -m tests.campaigns.kill --runs 10 --framework virtual-powersgd --ranks 8
+python -m tests.campaigns.kill --runs 20 --framework fsdp
+
+FSDP cannot go on: its job ends with an error on every rank that names the death.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import random
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -52,6 +56,7 @@ SCRIPTS = {
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
     "sets": Script("tests/elastic/adding_sets.py", 60, 0.4, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
+    "ddp": Script("tests/elastic/training_ddp.py", 30, 0.6),
     "tensorflow": Script("tests/elastic/training_tensorflow.py", 30, 2.0),
     "virtual": Script("tests/elastic/virtual_torch.py", 30, 1.0),
     "virtual-powersgd": Script("tests/elastic/virtual_torch.py", 30, 1.2, arguments=("powersgd",)),
@@ -112,6 +117,25 @@ def run(
     return Run(left, results, list(map(float, lost)), [max(map(float, longer))] if longer else [])
 
 
+def run_fsdp(chance: random.Random, ranks: int) -> float:
+    """Have a rank die in a job that cannot go on; return how long the last of the others took.
+
+    Raises:
+        AssertionError: the others did not all end with an error that names the death.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        victim, seconds = chance.randrange(ranks), chance.uniform(0, 0.5)
+        job = launcher.hvdliterun(
+            *("-np", ranks, "--elastic", sys.executable, "tests/elastic/dying_fsdp.py"),
+            *(victim, seconds, f"{folder}/time"),
+            timeout=_SECONDS,
+        )
+    lost = dict(re.findall(r"^lost (\d+): (\S+) .* (?:died|dead)", job.stdout, re.MULTILINE))
+    assert job.returncode, "it went on"
+    assert {*map(int, lost)} == {*range(ranks)} - {victim}, job.stdout + job.stderr
+    return max(map(float, lost.values()))
+
+
 def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> list[str]:
     """Return one or two deaths, each at a random point of a random step or at a random time."""
     faults = []
@@ -155,7 +179,7 @@ def main() -> None:
     """Run the campaign and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--framework", choices=[*SCRIPTS], default="torch")
+    parser.add_argument("--framework", choices=[*SCRIPTS, "fsdp"], default="torch")
     parser.add_argument("--ranks", type=int, default=RANKS, help="at the start of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -174,6 +198,10 @@ def main() -> None:
         print(f"{every_point()} deaths, and the others went on with the right values")
         return
     chance, deaths = random.Random(options.seed), 0
+    if options.framework == "fsdp":
+        took = [run_fsdp(chance, options.ranks) for _ in range(options.runs)]
+        print(f"{options.runs} of {options.runs} ended with a named error, in {max(took):.2f} s")
+        return
     lost: list[float] = []
     longer: list[float] = []
     undisturbed: set[str] = set()

@@ -20,7 +20,7 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.errors import GradientError
 from hvdlite.virtual import ranks as virtual_ranks
-from hvdlite.virtual.gradients import VirtualExchange
+from hvdlite.virtual.gradients import Part, VirtualExchange
 from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts
 
@@ -50,7 +50,7 @@ def train(stop):
         if step == REFUSED and hvd.virtual_rank() == VIRTUAL - 1:
             gradients[exchange.plan[-1][0]][0, 0] = np.nan
         try:
-            outcome = exchange.end_part(gradients)
+            outcome = exchange.end_part(Part(gradients))
         except GradientError:
             if step != REFUSED:
                 raise

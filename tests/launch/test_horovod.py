@@ -279,7 +279,7 @@ def test_hvdliterun():
 def test_the_path_of_other_processes_keeps_its_entries(path, others):
     """An empty one among them is the current folder."""
     before = {"A": "b"} if path is None else {"A": "b", "PYTHONPATH": path}
-    assert with_paths(before, horovod=True) == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
+    assert with_paths(before, "horovod") == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
 
 
 _ANY = """

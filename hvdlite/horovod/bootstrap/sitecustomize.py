@@ -46,10 +46,13 @@ class _Door:
 
 def _run_the_hidden_one() -> None:
     """Run the sitecustomize that Python would have found without this one."""
-    others = [entry for entry in sys.path if os.path.realpath(entry) != str(_FOLDER)]
+    entries = globals().get("_PATH", sys.path)
+    others = [entry for entry in entries if os.path.realpath(entry) != str(_FOLDER)]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec and spec.loader:
         module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        # Another bootstrap, which is hidden, would find this one.
+        vars(module)["_PATH"] = others
         spec.loader.exec_module(module)
 
 

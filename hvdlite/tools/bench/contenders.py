@@ -10,6 +10,8 @@ from hvdlite.errors import StartError
 from hvdlite.launch.check_build import ask
 from hvdlite.tools.bench.compression_ranks import CANDIDATES
 
+#: On PyTorch's interface, hvdlite's backend or hook beside gloo; measured where they are named.
+BACKENDS = ("ddp-hvdlite", "ddp-hook", "fsdp", "fsdp-hvdlite")
 #: By benchmark and framework, in the order of the tables.
 KNOWN = {
     "allreduce": {
@@ -18,7 +20,7 @@ KNOWN = {
     },
     "compression": dict.fromkeys(("torch", "tensorflow"), tuple(CANDIDATES)),
     "training": {
-        "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod"),
+        "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod", *BACKENDS),
         "tensorflow": ("alone", "hvdlite", "mpi", "horovod"),
     },
 }
@@ -50,7 +52,8 @@ def choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> tuple
                 f"--contenders: found {name!r}, expected some of {', '.join(known)}, which "
                 f"`hvdlite bench {benchmark} --framework {framework}` knows"
             )
-    wanted = {*(known if asked is None else asked), *ALWAYS[benchmark]}
+    usual = (name for name in known if name not in BACKENDS)
+    wanted = {*(usual if asked is None else asked), *ALWAYS[benchmark]}
     remark = ""
     if "horovod" in wanted and (reason := _no_horovod(framework)):
         if asked is not None:

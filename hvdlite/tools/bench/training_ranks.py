@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.contenders import BACKENDS
 from hvdlite.tools.bench.job import naming, say
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
 from hvdlite.tools.bench.report import count_text
@@ -59,12 +60,14 @@ def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
     """Return what each contender adds to a step, and hvdlite's share of that."""
     alone = times["alone"]
     others = [name for name in times if name != "alone"]
+    pairs = [("hvdlite", name) for name in others if name != "hvdlite"]
+    on_gloo = [(name, name.partition("-")[0]) for name in others if name in BACKENDS]
+    pairs += [(name, base) for name, base in on_gloo if name != base and base in others]
     return {
         "overhead_seconds": {name: statistics.overhead(times[name], alone) for name in others},
         "overhead_ratios": {
-            f"hvdlite / {name}": statistics.overhead_ratio(times["hvdlite"], times[name], alone)
-            for name in others
-            if name != "hvdlite"
+            f"{name} / {other}": statistics.overhead_ratio(times[name], times[other], alone)
+            for name, other in pairs
         },
     }
 

@@ -55,7 +55,8 @@ examples:
 
 alone is the step without an exchange, on all ranks at once; mpi an MPI_Allreduce of each gradient
 after the backward pass; ddp DistributedDataParallel on gloo, which also broadcasts the buffers of
-batch normalisation; ddp-no-buffers the same without these broadcasts.
+batch normalisation; ddp-no-buffers the same without these broadcasts. Where they are named:
+ddp-hvdlite, ddp-hook, fsdp and fsdp-hvdlite, DDP and FSDP on gloo and on hvdlite's backend or hook.
 """
 _COMPRESSION_EXAMPLES = """\
 examples:
@@ -289,12 +290,12 @@ def _steps(records: Sequence[Record], where: str) -> Iterator[str]:
         ]
         headings = ["contender", "step", "samples/s", "step / hvdlite's", "exchange adds"]
         yield report.table(headings, rows)
-        shares = [
-            f"{name.removeprefix('hvdlite / ')} {report.ratio_text(ratio)}"
-            for name, ratio in record["overhead_ratios"].items()
-        ]
-        if shares:
-            yield f"hvdlite adds, of what the others add: {', '.join(shares)}"
+        shares: dict[str, list[str]] = {}
+        for pair, ratio in record["overhead_ratios"].items():
+            name, other = pair.split(" / ")
+            shares.setdefault(name, []).append(f"{other} {report.ratio_text(ratio)}")
+        for name, found in shares.items():
+            yield f"{name} adds, of what the others add: {', '.join(found)}"
         yield ""
 
 

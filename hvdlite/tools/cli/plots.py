@@ -20,6 +20,10 @@ COLORS = {
     "ddp": "#2ca02c",
     "ddp-no-buffers": "#98df8a",
     "horovod": "#9467bd",
+    "ddp-hvdlite": "#ff7f0e",
+    "ddp-hook": "#ffbb78",
+    "fsdp": "#8c564b",
+    "fsdp-hvdlite": "#c49c94",
     "memcpy": "#7f7f7f",
     "alone": "#7f7f7f",
 }

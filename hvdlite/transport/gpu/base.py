@@ -21,12 +21,7 @@ _MAX_SLEEP = 1e-3
 
 
 class FlatArray:
-    """A flat array in device memory, and the dtype of its elements, which cupy may lack.
-
-    Args:
-        array: cupy's; bfloat16 as uint16.
-        dtype: of the elements.
-    """
+    """A flat array of cupy's, and the dtype of its elements: cupy has uint16 for bfloat16."""
 
     def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
         self._array = array
@@ -49,11 +44,7 @@ class Work:
         self._event = event
 
     def wait_on(self, stream: int) -> None:
-        """Make a stream's later work wait for this; the host does not wait.
-
-        Args:
-            stream: the address of the stream that will use the results.
-        """
+        """Make a stream's later work wait for this; the host does not wait."""
         self._transport.hold(stream, self._event)
 
     def done(self) -> bool:
@@ -115,9 +106,6 @@ class DeviceTransport(Transport):
     that has used results without `Work.wait` has to restore whatever it computed from them.
 
     Args:
-        cuda: the devices.
-        control: the lane's host transport.
-        device: the number of the device.
         timeout: seconds after which work that the host waits for has failed; None: never.
 
     Attributes:
@@ -144,11 +132,7 @@ class DeviceTransport(Transport):
         self._entered: int | None = None
 
     def record(self, stream: int) -> Event:
-        """Record an event after all work that a stream has been given so far; not collective.
-
-        Args:
-            stream: the address of the stream that computes the data.
-        """
+        """Record an event after all work that a stream has been given so far; not collective."""
         return self._cuda.record(self._device, stream)
 
     def hold(self, stream: int, event: Event) -> None:
@@ -177,10 +161,9 @@ class DeviceTransport(Transport):
             return Work(self, self.record(self.stream.ptr))
 
     def check(self) -> None:
-        """Raise if the communication has failed; any thread may call this.
+        """Raise HorovodInternalError if the communication has failed; any thread may call this.
 
-        Raises:
-            HorovodInternalError: it has; the message names the reason, the rank and the device.
+        The message names the reason, the rank and the device.
         """
         if self._failure is not None:
             raise HorovodInternalError(self._failure)

@@ -45,11 +45,7 @@ class _Event:
 
     @property
     def done(self) -> bool:
-        """Ask the device.
-
-        Raises:
-            CUDARuntimeError: an earlier kernel or copy has failed.
-        """
+        """Ask the device; raise CUDARuntimeError if an earlier kernel or copy has failed."""
         status = self._runtime.eventQuery(self.ptr)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
@@ -143,10 +139,6 @@ class Cuda:
         """View a framework's device memory as a flat array; nothing is copied or awaited.
 
         Args:
-            device: the number of the device that the memory lies on.
-            pointer: its address.
-            size: elements.
-            dtype: of the elements.
             owner: kept alive as long as the array.
         """
         memory = self._cupy.cuda.UnownedMemory(pointer, size * dtype.itemsize, owner, device)
@@ -175,9 +167,7 @@ class Cuda:
 
         Args:
             rows: a multiple of ``result``'s elements.
-            result: an array of the size of a row.
             op: SUM, MIN, MAX or PRODUCT; SUM alone for complex numbers.
-            scaling: applied to the reduction.
         """
         if not result.size:
             return
@@ -188,13 +178,7 @@ class Cuda:
         reduce(rows, count, result.size, scaling.factor, scaling.divisor, result)
 
     def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
-        """Scale floats, and round them to another type of float.
-
-        Args:
-            source: the floats.
-            target: an array of as many elements.
-            scaling: applied before rounding.
-        """
+        """Scale floats, and round them to another type of float."""
         if not target.size:
             return
         dtypes = source.dtype, target.dtype

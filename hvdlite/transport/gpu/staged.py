@@ -151,7 +151,6 @@ class _PinnedBuffer:
         self.event: Event | None = None
 
     def wait(self) -> None:
-        """Wait until the device has finished the last copy."""
         if self.event is not None:
             self._wait(self.event)
             self.event = None

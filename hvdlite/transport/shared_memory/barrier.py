@@ -64,13 +64,7 @@ class Step(NamedTuple):
 
 
 class Slot:
-    """The data that one rank shows to the others of its node.
-
-    Args:
-        memory: the first bytes of its arena.
-        rank: the global rank that the slot belongs to.
-        peer: its process.
-    """
+    """The data that one rank shows to the others of its node."""
 
     def __init__(self, memory: Any, rank: int, peer: Peer) -> None:
         self.rank = rank
@@ -123,8 +117,6 @@ class Barrier:
     sleeps.
 
     Args:
-        index: this rank's position on the node.
-        ranks: the global ranks of the node.
         arena: this rank's shared memory; nothing has been allocated from it yet, or it has been
             `reset`.
         processes: every rank's process id, and the key of its arena, by position.
@@ -208,7 +200,6 @@ class Barrier:
         """Wait until all ranks have arrived at a generation.
 
         Args:
-            generation: its number.
             on_wait: called while this rank waits, here and in later generations.
 
         Raises:
@@ -256,11 +247,7 @@ class Barrier:
         self.own.arrived.wake()
 
     def check_alive(self) -> None:
-        """Raise if another rank has left or ended.
-
-        Raises:
-            RankGoneError: it has.
-        """
+        """Raise RankGoneError if another rank has left or ended."""
         for slot in self.others:
             failure = self._failure(slot, _CHECK_SECONDS)
             if failure is not None:

@@ -29,7 +29,6 @@ class Chunk(NamedTuple):
     Attributes:
         sends: flat arrays of one dtype.
         results: an array of the same size for each of them, or the same arrays.
-        size: the elements of all of them.
     """
 
     sends: Sequence[Any]
@@ -71,9 +70,7 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
 
     Args:
         slot: the rank's own, for all elements of the chunk.
-        chunk: the chunk.
         own: the slice that no other rank reads; of a single array it is left out.
-        lane: the timeline's row.
     """
     if len(chunk.sends) > 1:
         return [(_copy_in, (slot, chunk.sends, lane))]
@@ -83,7 +80,6 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
 
 
 def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
-    """Prepare to copy a reduced chunk to its results."""
     if len(chunk.results) == 1:
         return np.copyto, (chunk.results[0], output)
     return _copy_out, (chunk.results, chunk.split(output), lane)
@@ -108,13 +104,9 @@ class ChunkedAllreduce:
     evicts it from the caches.
 
     Args:
-        barrier: of the node's ranks.
-        rank: this rank's position there.
         chunks: at least one.
         owners: the number of ranks, from the first on, that reduce a slice of each chunk for all;
             0: each of two ranks reduces the chunks for itself.
-        reduce: prepares the reduction of an array, or of a slice of a chunk.
-        lane: the timeline's row.
     """
 
     def __init__(
@@ -184,5 +176,4 @@ class ChunkedAllreduce:
         return slice_of(self._rank, chunk.size, self._owners)
 
     def _slots(self, generation: int, chunk: Chunk) -> list[Any]:
-        """Return all ranks' copies of a chunk."""
         return list(self._barrier.chunks(generation % COPIES, chunk.size, chunk.sends[0].dtype))

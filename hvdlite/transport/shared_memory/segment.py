@@ -140,7 +140,6 @@ class Arena:
             return ctypes.addressof(self._regions[first]) + start - first
 
     def _map(self, first: int) -> None:
-        """Grow the file by a region."""
         _, nbytes = _region_of(first)
         os.ftruncate(self._file, first + nbytes)
         self._regions[first] = _map_file(self._file, first, nbytes)
@@ -212,12 +211,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Peer:
-    """Another process of this node, and its arena.
-
-    Args:
-        pid: the process.
-        key: of its arena.
-    """
+    """Another process of this node, and its arena."""
 
     def __init__(self, pid: int, key: Key) -> None:
         self.pid = pid
@@ -229,8 +223,6 @@ class Peer:
 
         Args:
             offset: of the array in the file, as `Arena.find` returns it there.
-            size: the number of elements.
-            dtype: of the elements.
 
         Raises:
             OSError: the process is gone, on another host, or of another user.

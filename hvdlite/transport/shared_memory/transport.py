@@ -38,7 +38,14 @@ from hvdlite.transport.shared_memory.chunked import (
     slice_of,
 )
 from hvdlite.transport.shared_memory.segment import Arena
-from hvdlite.transport.transport import DIGEST_SIZE, Join, OnWait, Transport, common_prefix
+from hvdlite.transport.transport import (
+    DIGEST_SIZE,
+    LEAST_ANNOUNCED,
+    Join,
+    OnWait,
+    Transport,
+    common_prefix,
+)
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
@@ -51,7 +58,7 @@ _CHUNK = 2**20
 _PIECE = 2**18
 # Smaller arrays, in bytes, are reduced on every rank, in one generation. Larger ones make up for a
 # second generation, in which each rank reduces a slice for all.
-_SMALL = 2**16
+_SMALL = LEAST_ANNOUNCED
 # How many operations' places travel with the digests, in the note's integers; and the place of an
 # array that lies elsewhere: at the beginning of a rank's memory lies its slot.
 _ANNOUNCED, _NOWHERE = 4, (0, 0)
@@ -73,7 +80,6 @@ class SharedMemoryTransport(Transport):
 
     Args:
         barrier: of the node's ranks.
-        index: this rank's position there.
         cross: the transport that reduces a slice further, over the nodes; None: there is only one.
         owners: given with it: how many ranks of this node have a slice; another may have fewer.
 
@@ -184,7 +190,12 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        self.allreduce_init(send, result, op, scaling)()
+        is_whole = op is ReduceOp.ADASUM or self._is_small(send.nbytes)
+        offsets = None if is_whole else self._find(send, result)
+        if offsets is None:
+            self.allreduce_init(send, result, op, scaling)()
+        else:
+            self._reduce_in_segments(send, result, offsets, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -215,26 +226,36 @@ class SharedMemoryTransport(Transport):
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
     ) -> Callable[[], None]:
-        """Keep the steps of a chunked allreduce."""
+        """Keep the steps of a chunked allreduce.
+
+        A user's array may lie in shared memory on some ranks only, as a gradient does and its copy
+        does not. It is reduced there if all ranks have announced so.
+        """
         if op is ReduceOp.ADASUM:
             return partial(adasum, self, send, result, scaling, [0, send.size])
         if self._is_small(send.nbytes):
             return partial(self._reduce_small, [send], [result], op, scaling)
         offsets = self._find(send, result)
-        if offsets is not None:
-            return partial(self._reduce_in_segments, send, result, offsets, op, scaling)
-        return self._chunked([send], [result], op, scaling)
+        if offsets is None:
+            return self._chunked([send], [result], op, scaling)
+
+        def reduce() -> None:
+            if offsets in self._places:
+                self._reduce_in_segments(send, result, offsets, op, scaling)
+            else:
+                self._chunked([send], [result], op, scaling)()
+
+        return reduce
 
     def _chunked(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> Callable[[], None]:
-        """Prepare to reduce arrays chunk by chunk."""
         first = sends[0]
         chunks = cut(sends, results, self._room(first))
         reduce = self._reducer(first.dtype, op, scaling)
         owners = self._owners_of(first)
         chunked = ChunkedAllreduce(self._barrier, self.rank, chunks, owners, reduce, self.lane)
-        return partial(self._reduce_in_chunks, chunked, sends)
+        return lambda: chunked.run(self._take_brought(sends))
 
     def _reduce_small(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -251,9 +272,6 @@ class SharedMemoryTransport(Transport):
         every = map(Chunk(sends, results, size).split, slots)
         for result, *parts in zip(results, *every, strict=True):
             reduce_into(result, parts, op, scaling)
-
-    def _reduce_in_chunks(self, chunked: ChunkedAllreduce, sends: Sequence[Any]) -> None:
-        chunked.run(self._take_brought(sends))
 
     def _take_brought(self, arrays: Sequence[Any]) -> int:
         """Return the generation for which the first chunk of arrays has been written."""
@@ -274,7 +292,6 @@ class SharedMemoryTransport(Transport):
         return self._owners
 
     def _room(self, array: Any) -> int:
-        """Return the elements of a chunk."""
         # Across nodes each chunk costs a message.
         nbytes = self.chunk if self._cross is None else LARGEST_CHUNK
         return max(nbytes // int(array.itemsize), 1)
@@ -354,7 +371,6 @@ class SharedMemoryTransport(Transport):
         ]
 
     def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> PreparedReduction:
-        """Prepare to reduce slices for all, over all nodes."""
         if self._cross is None:
             return prepare_reduction(dtype, op, scaling)
         return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
@@ -423,7 +439,6 @@ class SharedMemoryTransport(Transport):
             self._cross.close()
 
     def _exchange(self, part: Any) -> int:
-        """Pass the barrier with a chunk; return the generation."""
         self._barrier.own.chunk(self._barrier.next, part.size, part.dtype)[...] = part
         return self._barrier.meet()
 
@@ -432,7 +447,6 @@ def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
     """Set up a barrier on each node of a world; collective.
 
     Args:
-        world: the ranks and their nodes.
         arena: this rank's memory, of a barrier that no rank uses any more; None: a new one.
 
     Returns:

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: `sitecustomize` has scripts for torchrun run on hvdlite."""

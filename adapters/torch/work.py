@@ -1,0 +1,154 @@
+"""Work and futures of torch.distributed over the handles of lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdlite.collectives.point_to_point import Transfer
+from hvdlite.engine import Handle
+from hvdlite.errors import HorovodInternalError
+from hvdlite.torch.dynamo import untraced_methods
+from hvdlite.world import world
+
+
+class Future(torch.futures.Future):  # type: ignore[type-arg]
+    """A future that a lane's thread completes; callbacks, which may communicate, run in others."""
+
+    def then(self, callback: Callable[[Any], Any]) -> Future:
+        """Return the future result of a callback."""
+        following = Future()
+
+        def run() -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+
+        super().add_done_callback(lambda _: threading.Thread(target=run, daemon=True).start())
+        return following
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have a callback run once there is a result."""
+        self.then(callback)
+
+
+@untraced_methods("wait", "get_future")
+class Work(dist.Work):
+    """Operations in flight.
+
+    Args:
+        group: The group.
+        handles: Of the operations.
+        tensors: That get the results.
+        settle: Writes results that lie elsewhere to the tensors.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        handles: Sequence[Handle | Transfer],
+        tensors: Sequence[torch.Tensor],
+        settle: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.handles, self.tensors = handles, tensors
+        self._group, self._settle = group, settle
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the results.
+
+        Args:
+            timeout: 0 or less: that of the group.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, one has died, or the time is over.
+        """
+        seconds = timeout.total_seconds()
+        for handle in self.handles:
+            if isinstance(handle, Transfer):
+                handle.wait(seconds if seconds > 0 else self._group.timeout)
+            elif seconds > 0 and not handle.ends_within(seconds):
+                raise HorovodInternalError(
+                    f"rank {world.rank()}: waited {seconds:g} s in {handle.name!r}, which other "
+                    "ranks have not called; see what they do, or allow more time"
+                )
+            else:
+                handle.wait()
+        self._group.check()
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Write results that lie elsewhere to the tensors, once."""
+        with self._lock:
+            settle, self._settle = self._settle, None
+            if settle is not None:
+                settle()
+
+    def synchronize(self) -> None:
+        """Wait for the results."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operations have ended, with errors perhaps."""
+        return all(handle.done() for handle in self.handles)
+
+    def is_success(self) -> bool:
+        """Return whether the operations have ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of operations that have ended; None: there is none."""
+        try:
+            if self.is_completed():
+                self.wait()
+        except HorovodInternalError as error:
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the results, and return their tensors."""
+        self.wait()
+        return [*self.tensors]
+
+    def source_rank(self) -> int:
+        """Wait for a message, and return the rank in the group that has sent it."""
+        self.wait()
+        (transfer,) = self.handles
+        assert isinstance(transfer, Transfer)
+        assert transfer.peer is not None
+        return transfer.peer
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future:
+        """Return the future tensors."""
+        future = Future()
+        left = len(self.handles)
+
+        def end(_: object = None) -> None:
+            nonlocal left
+            left -= 1
+            if left > 0:
+                return
+            try:
+                future.set_result(self.result())
+            except Exception as error:
+                future.set_exception(error)
+
+        if any(isinstance(handle, Transfer) for handle in self.handles):
+            left = 1
+            threading.Thread(target=end, daemon=True).start()
+            return future
+        for handle in self.handles:
+            handle.add_done_callback(end)  # type: ignore[union-attr]
+        if not self.handles:
+            end()
+        return future

@@ -1,0 +1,164 @@
+"""Point to point: one rank sends an array, and another one receives it into its own.
+
+Messages go over MPI, past the lanes: two ranks alone take part, in the order of their calls. Each
+message begins with a header, so that a receiver notices what it has not expected.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from typing import Any
+
+from hvdlite.base.arrays import address
+from hvdlite.engine import Engine
+from hvdlite.engine.stall import StallInspector
+from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.world import mpi
+
+_HEADER = struct.Struct("<q24s")  # the number of elements, and their dtype
+# Counts have 32 bits in MPI 3.
+_MAX_BYTES = 2**30
+# Ranks that come together meet within this time; later a waiting rank looks ever less often.
+_SPIN_SECONDS, _MAX_SLEEP = 100e-6, 1e-3
+# How often a waiting rank checks whether others have died.
+_CHECK_SECONDS = 0.05
+# Transfers that MPI may still work on, and whose memory it uses.
+_in_flight: set[Transfer] = set()
+
+
+def send(engine: Engine, array: Any, to: int, tag: int = 0) -> Transfer:
+    """Start to send an array, which must not change until the transfer has ended.
+
+    Args:
+        engine: Engine of the ranks.
+        array: Contiguous array.
+        to: The receiver, by its rank among the engine's.
+        tag: A number that pairs it with the receiver's call.
+    """
+    header = bytearray(_HEADER.pack(array.size, array.dtype.name.encode()))
+    return Transfer(engine, array, header, to, tag, True)
+
+
+def receive(engine: Engine, out: Any, source: int | None, tag: int = 0) -> Transfer:
+    """Start to receive an array.
+
+    Args:
+        engine: Engine of the ranks.
+        out: Contiguous array for the message, of its size and dtype.
+        source: The sender, by its rank among the engine's; None: any.
+        tag: As for `send`.
+    """
+    return Transfer(engine, out, bytearray(_HEADER.size), source, tag, False)
+
+
+class Transfer:
+    """A message on its way, see `send` and `receive`.
+
+    Attributes:
+        finished: Whether it has ended, with an error perhaps.
+        peer: The other rank; after the end also where any might send.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        array: Any,
+        header: bytearray,
+        peer: int | None,
+        tag: int,
+        is_sent: bool,
+    ) -> None:
+        MPI = self._mpi = mpi.load()  # noqa: N806
+        self._engine, self._array, self._header = engine, array, header
+        self.peer, self._tag, self._is_sent = peer, tag, is_sent
+        self.finished = False
+        self._lock = threading.Lock()
+        for each in [*_in_flight]:
+            each.done()
+        start, end = address(array), array.nbytes
+        parts = range(0, end, _MAX_BYTES)
+        sizes = [len(header), *(min(_MAX_BYTES, end - part) for part in parts)]
+        places = [MPI.Get_address(header), *(start + part for part in parts)]
+        self._type = MPI.Datatype.Create_struct(sizes, places, [MPI.BYTE] * len(sizes)).Commit()
+        call = engine.world.comm.Isend if is_sent else engine.world.comm.Irecv
+        other = MPI.ANY_SOURCE if peer is None else peer
+        self._request = call([MPI.BOTTOM, 1, self._type], other, tag)
+        _in_flight.add(self)
+
+    @property
+    def title(self) -> str:
+        """Return what it is, for messages."""
+        ids, peer = self._engine.world.ids, self.peer
+        other = "any rank" if peer is None else f"rank {ids[peer]}"
+        way = f"send to {other}" if self._is_sent else f"receive from {other}"
+        return f"{way} (tag {self._tag}, {self._array.size} elements of {self._array.dtype.name})"
+
+    def done(self) -> bool:
+        """Return whether it has ended, with an error perhaps; moves data on its way."""
+        with self._lock:
+            if not self.finished:
+                self._test()
+            return self.finished
+
+    def wait(self, timeout: float = 0.0) -> None:
+        """Wait for the end.
+
+        Args:
+            timeout: Seconds; 0: as HVDLITE_STALL_SHUTDOWN_TIME_SECONDS says.
+
+        Raises:
+            MismatchError: What has arrived is not what was expected.
+            HorovodInternalError: A rank has died, or nothing came in time.
+        """
+        engine, start, checked = self._engine, time.monotonic(), 0.0
+        absent = [] if self.peer is None else [engine.world.ids[self.peer]]
+        stall = StallInspector(engine.settings, lambda: self.title, lambda: absent or None)
+        while not self.done():
+            elapsed = time.monotonic() - start
+            stall.check(elapsed)
+            if timeout and elapsed > timeout:
+                raise HorovodInternalError(
+                    f"rank {engine.world.id}: waited {elapsed:.1f} s in {self.title}; see what the "
+                    "other rank does, or allow more time"
+                )
+            if elapsed - checked > _CHECK_SECONDS:
+                checked = elapsed
+                engine.named.transport.check_alive()
+            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
+        if self._error is not None:
+            raise self._error
+
+    _error: HorovodInternalError | None = None
+
+    def _test(self) -> None:
+        status = self._mpi.Status()
+        try:
+            if not self._request.Test(status):
+                return
+            if not self._is_sent:
+                self.peer = status.Get_source()
+                self._check()
+        except self._mpi.Exception as error:
+            found = error
+            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                self._error = self._mismatch("more elements")
+            else:
+                text = f"rank {self._engine.world.id}: {self.title} failed: {found}"
+                self._error = HorovodInternalError(text)
+        self.finished = True
+        _in_flight.discard(self)
+        self._type.Free()
+
+    def _check(self) -> None:
+        size, name = _HEADER.unpack(self._header)
+        dtype = name.rstrip(b"\0").decode()
+        if (size, dtype) != (self._array.size, self._array.dtype.name):
+            self._error = self._mismatch(f"{size} elements of {dtype}")
+
+    def _mismatch(self, found: str) -> MismatchError:
+        return MismatchError(
+            f"rank {self._engine.world.id}: {self.title} has got {found}; send and receive the "
+            "same size and dtype"
+        )

@@ -1,0 +1,123 @@
+"""Scripts that were written for torchrun run unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+
+import pytest
+
+from hvdlite.launch import torchrun
+from hvdlite.launch.hosts import parse_hosts
+from tests.launch.launcher import ROOT, hvdliterun
+
+pytestmark = pytest.mark.timeout(120)
+
+# What torchrun of PyTorch 2.13 sets for a script, but for files and ways of its agent.
+OF_TORCHRUN = """
+GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS RANK
+ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT
+TORCHELASTIC_RUN_ID WORLD_SIZE
+"""
+PRINT = f"import json, os; print(json.dumps({{n: os.getenv(n) for n in {OF_TORCHRUN.split()}}}))"
+
+
+def found(*arguments):
+    """The variables in each rank of a job, by rank, which a child of a shell prints."""
+    line = shlex.join([sys.executable, "-c", PRINT])
+    result = hvdliterun(*arguments, "sh", "-c", f"{line}; true")
+    assert (result.returncode, result.stderr) == (0, "")
+    return sorted(map(json.loads, result.stdout.splitlines()), key=lambda each: each["RANK"] or "")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_variables_of_torchrun(size):
+    ranks = found("--torch", "-np", size, "--restarts", 5)
+    chosen = {(each.pop("TORCHELASTIC_RUN_ID"), int(each.pop("MASTER_PORT"))) for each in ranks}
+    assert len(chosen) == 1
+    for rank, each in enumerate(ranks):
+        assert each == {
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
+            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
+            **{"TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RESTART_COUNT": "0"},
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size)),
+        }
+
+
+def test_only_then():
+    before = {name: os.environ.get(name) for name in OF_TORCHRUN.split()}
+    assert found("-np", 2) == [before] * 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [("a:2,b:1,c:2", [0, 0, 1, 2, 2]), ("a,a,b,b", [0, 0, 1, 1]), ("a:4,b:4", [0, 0, 0, 0, 1, 1])],
+)
+def test_the_node_of_each_rank(hosts, nodes, monkeypatch):
+    (name, *_) = places = parse_hosts(hosts)
+    common = torchrun.shared(places, False, 0, 0)
+    assert common["MASTER_ADDR"] == name.name
+    for rank, node in enumerate(nodes):
+        variables = {
+            torchrun.NODES: common[torchrun.NODES],
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_RANK": nodes[:rank].count(node),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": nodes.count(node),
+        }
+        for each, value in variables.items():
+            monkeypatch.setenv(each, str(value))
+        own = torchrun.own(len(nodes), os.getppid())
+        assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (str(node), str(max(nodes) + 1))
+    monkeypatch.setenv(torchrun.NODES, "")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    own = torchrun.own(6, os.getppid())  # in a batch job, whose hosts the launcher does not know
+    assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == ("1", "3")
+
+
+def test_the_first_host_of_a_slurm_job(monkeypatch):
+    for nodes, first in (("n[07-09,12],m1", "n07"), ("n1,m1", "n1")):
+        monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+        assert torchrun.shared([], False, 0, 0)["MASTER_ADDR"] == first
+
+
+SCRIPT = """
+import os, pickle, sys, types
+import hidden
+import torch.distributed as dist
+from torch.distributed import init_process_group
+from torch.distributed.distributed_c10d import init_process_group as inner
+
+calls = []
+stand_in = types.ModuleType("hvdlite.torch.distributed")
+stand_in.substitute = lambda: calls.append(dist.is_initialized())
+assert "hvdlite" not in sys.modules
+assert dist.is_mpi_available()
+assert init_process_group is inner is dist.init_process_group
+assert pickle.loads(pickle.dumps(inner)) is inner
+sys.modules["hvdlite.torch.distributed"] = stand_in
+init_process_group("mpi")  # which would have no store
+import horovod.common.basics as hvd
+print(dist.get_rank(), dist.get_world_size(), calls, hidden.found, hvd.size.__module__, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_group_begins_with_hvdlite(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "sitecustomize.py").write_text("import hidden; hidden.found = True")
+    (tmp_path / "hidden.py").write_text("found = False")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = hvdliterun(
+        *("--horovod", "--torch", "-np", 2, sys.executable, tmp_path / "script.py"),
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == [
+        f"{rank} 2 [False] True hvdlite.world.world" for rank in range(2)
+    ]

@@ -1,0 +1,603 @@
+"""The backend of torch.distributed, what is built on it, and DDP's hook.
+
+Expected values are closed forms, or numpy's in float64; models are compared with one process.
+"""
+
+import datetime
+import operator
+from functools import reduce, wraps
+
+import numpy as np
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdlite.torch as hvd
+from hvdlite.torch import c10d, distributed
+from tests.torch.test_collectives import DTYPES
+
+Op = dist.ReduceOp
+SIZES = [0, 1, 7, 1 << 17]
+
+
+def grouped(test):
+    """Run a test in a group of all ranks."""
+
+    @wraps(test)
+    def run(**arguments):
+        dist.init_process_group("hvdlite")
+        try:
+            test(**arguments)
+        finally:
+            dist.destroy_process_group()
+
+    return run
+
+
+def own(shape, dtype=torch.float32, rank=None):
+    """Return a tensor of a rank, which the others can compute, too."""
+    draw = np.random.default_rng(dist.get_rank() if rank is None else rank)
+    return torch.from_numpy(draw.integers(1, 5, shape)).to(dtype)
+
+
+def every(shape, dtype=torch.float32):
+    """Return the tensors of all ranks."""
+    return [own(shape, dtype, rank) for rank in range(dist.get_world_size())]
+
+
+@ranks(1, 2, 3, 4)
+@grouped
+def test_all_reduce_of_every_dtype(size):
+    for dtype in DTYPES:
+        for count in SIZES:
+            tensor, expected = own(count, dtype), sum(every(count, dtype))
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, expected), (dtype, count)
+
+
+@ranks(1, 2, 3)
+@grouped
+def test_all_reduce_by_every_operation(size):
+    operations = {
+        Op.SUM: operator.add,
+        Op.PRODUCT: operator.mul,
+        Op.MIN: torch.minimum,
+        Op.MAX: torch.maximum,
+        Op.BAND: operator.and_,
+        Op.BOR: operator.or_,
+        Op.BXOR: operator.xor,
+    }
+    for op, function in operations.items():
+        for count in SIZES:
+            tensor = own(count, torch.int64)
+            dist.all_reduce(tensor, op)
+            assert torch.equal(tensor, reduce(function, every(count, torch.int64))), op
+    tensor = own(5)
+    dist.all_reduce(tensor, Op.AVG)
+    assert torch.equal(tensor, sum(every(5)) / size)
+    tensor = own(5)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    assert torch.equal(tensor, sum(every(5)) / 2)
+
+
+@ranks(2, 3)
+@grouped
+def test_all_reduce_again_in_memory_that_only_some_ranks_share(size):
+    """A tensor that is reduced again moves; views see it, and a copy on one rank is as good."""
+    count = 1 << 18
+    tensor = torch.empty(count)
+    view = tensor[1:]
+    for step in range(6):
+        is_new = step > 3 and dist.get_rank() == 0
+        used = tensor.clone() if is_new else tensor
+        used.fill_(dist.get_rank() + step)
+        dist.all_reduce(used)
+        assert torch.equal(used, torch.full_like(used, size * (size - 1) / 2 + size * step))
+        assert is_new or (view[-1] == tensor[-1] and view.data_ptr() == tensor.data_ptr() + 4)
+
+
+@ranks(2, 3)
+@grouped
+def test_tensors_whose_elements_do_not_lie_in_order(size):
+    base = own((6, 4))
+    tensor = base.clone().T
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, sum(every((6, 4))).T)
+    out = torch.empty(4, 6 * size).T
+    dist.all_gather_single(out, base)
+    assert torch.equal(out, torch.cat(every((6, 4))))
+    tensor = base.clone().T
+    dist.broadcast(tensor, 1)
+    assert torch.equal(tensor, own((6, 4), rank=1).T)
+
+
+@ranks(1, 2, 3)
+@grouped
+def test_broadcast_and_reduce_from_and_to_every_rank(size):
+    for root in range(size):
+        for count in SIZES:
+            tensor = own(count)
+            dist.broadcast(tensor, root)
+            assert torch.equal(tensor, own(count, rank=root))
+            tensor = own(count)
+            dist.reduce(tensor, root)
+            expected = sum(every(count)) if dist.get_rank() == root else own(count)
+            assert torch.equal(tensor, expected)
+
+
+@ranks(1, 2, 3)
+@grouped
+def test_all_gather_and_reduce_scatter_even_and_uneven(size):
+    rank = dist.get_rank()
+    for count in SIZES:
+        out = torch.empty(size, count)
+        dist.all_gather_single(out, own(count))
+        assert torch.equal(out, torch.stack(every(count)))
+        part = torch.empty(count)
+        dist.reduce_scatter_single(part, own((size, count)))
+        assert torch.equal(part, sum(every((size, count)))[rank])
+    parts = [torch.empty(number + 1) for number in range(size)]
+    dist.all_gather(parts, own(rank + 1))
+    assert all(torch.equal(part, own(n + 1, rank=n)) for n, part in enumerate(parts))
+    given = [torch.full((number + 1,), rank + number) for number in range(size)]
+    part = torch.empty(rank + 1, dtype=torch.int64)
+    dist.reduce_scatter(part, given)
+    assert part.tolist() == [size * (size - 1) // 2 + size * rank] * (rank + 1)
+
+
+@ranks(1, 2, 3)
+@grouped
+def test_all_to_all_gather_and_scatter(size):
+    rank = dist.get_rank()
+    received = torch.empty(size)
+    dist.all_to_all_single(received, torch.arange(size) * 10.0 + rank)
+    assert received.tolist() == [rank * 10.0 + other for other in range(size)]
+    sent = torch.full((sum(range(size + 1)), 2), float(rank))
+    splits = [other + 1 for other in range(size)]
+    received = torch.empty((rank + 1) * size, 2)
+    dist.all_to_all_single(received, sent, [rank + 1] * size, splits)
+    assert received[:, 0].tolist() == [other for other in range(size) for _ in range(rank + 1)]
+    outputs = [torch.empty(rank + 1) for _ in range(size)]
+    dist.all_to_all(outputs, [torch.full((other + 1,), float(rank)) for other in range(size)])
+    assert all((each == other).all() for other, each in enumerate(outputs))
+    for root in range(size):
+        parts = [torch.empty(3) for _ in range(size)] if rank == root else None
+        dist.gather(own(3), parts, root)
+        assert parts is None or all(map(torch.equal, parts, every(3)))
+        part = torch.empty(3)
+        dist.scatter(
+            part, [own(3, rank=100 + n) for n in range(size)] if rank == root else None, root
+        )
+        assert torch.equal(part, own(3, rank=100 + rank))
+
+
+@ranks(2, 3)
+@grouped
+def test_objects(size):
+    rank = dist.get_rank()
+    found = [None] * size
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": other} for other in range(size)]
+    values = [rank, "x"]
+    dist.broadcast_object_list(values, 1)
+    assert values == [1, "x"]
+    found = [None] * size if rank == 0 else None
+    dist.gather_object(rank, found)
+    assert found in (None, [*range(size)])
+    got = [None]
+    dist.scatter_object_list(got, [*range(size)])
+    assert got == [rank]
+
+
+@ranks(2, 3)
+@grouped
+def test_point_to_point(size):
+    rank, others = dist.get_rank(), dist.get_world_size() - 1
+    for count in SIZES:
+        tensors = [torch.empty(count) for _ in range(size)]
+        following, before = (rank + 1) % size, (rank - 1) % size
+        requests = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own(count), following, tag=7),
+                dist.P2POp(dist.irecv, tensors[0], before, tag=7),
+            ]
+        )
+        for request in requests:
+            request.wait()
+        assert torch.equal(tensors[0], own(count, rank=before))
+    if rank:
+        dist.send(torch.tensor([rank]), 0, tag=rank)
+        dist.send(torch.tensor([rank]), 0)
+        return
+    for other in range(others, 0, -1):  # in another order than they come
+        found = torch.empty(1, dtype=torch.int64)
+        assert dist.recv(found, other, tag=other) == found.item() == other
+    assert {dist.recv(found) for _ in range(others)} == {*range(1, size)}
+
+
+@ranks(2)
+@grouped
+def test_a_message_that_is_not_what_was_expected_is_a_named_error(size):
+    if dist.get_rank():
+        for sent in (torch.ones(3), torch.ones(9), torch.ones(5, dtype=torch.int32), torch.ones(5)):
+            dist.send(sent, 0)
+        return
+    for found in ("3 elements of float32", "more elements", "5 elements of int32"):
+        with pytest.raises(hvd.HorovodInternalError, match=f"receive from rank 1 .*{found}"):
+            dist.recv(torch.empty(5), 1)
+    dist.recv(tensor := torch.empty(5), 1)
+    assert torch.equal(tensor, torch.ones(5))
+
+
+@ranks(2, 3)
+@grouped
+def test_work_futures_and_coalescing(size):
+    tensors = [own(3), own(1 << 17)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    second = works[1].get_future().then(lambda future: future.value()[0] * 2)
+    assert torch.equal(second.wait(), sum(every(1 << 17)) * 2)
+    works[0].wait()
+    assert works[0].is_completed()
+    assert torch.equal(works[0].result()[0], sum(every(3)))
+
+    def call_again(future):
+        return dist.all_reduce(own(3), async_op=True).get_future().wait()[0]
+
+    chained = dist.all_reduce(own(2), async_op=True).get_future().then(call_again)
+    assert torch.equal(chained.wait(), sum(every(3)))
+    tensors = [own(3), own(4)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert torch.equal(tensors[1], sum(every(4)))
+
+
+@ranks(2)
+@grouped
+def test_calls_on_one_tensor_run_one_after_the_other(size):
+    tensor = torch.ones(3)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+    assert tensor.tolist() == [size**3] * 3
+
+
+@ranks(2)
+@grouped
+def test_functional_collectives_and_their_gradients(size):
+    import torch.distributed._functional_collectives as functional
+
+    total = functional.all_reduce(own(4), "sum", dist.group.WORLD)
+    assert torch.equal(total + 0, sum(every(4)))
+    gathered = functional.all_gather_single(own((2, 3)), 0, dist.group.WORLD)
+    assert torch.equal(gathered + 0, torch.cat(every((2, 3))))
+    part = functional.reduce_scatter_single(own((size, 3)), "sum", 0, dist.group.WORLD)
+    assert torch.equal(part + 0, sum(every((size, 3)))[dist.get_rank() : dist.get_rank() + 1])
+    weights = own(3).requires_grad_()
+    (functional.all_reduce(weights, "sum", dist.group.WORLD) ** 2).sum().backward()
+    assert torch.equal(weights.grad, 2 * size * sum(every(3)))
+
+
+@ranks(3, 4)
+@grouped
+def test_groups_that_their_members_alone_make(size):
+    rank = dist.get_rank()
+    if rank < 2:
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        tensor = own(3)
+        dist.all_reduce(tensor, group=pair)
+        assert torch.equal(tensor, own(3, rank=0) + own(3, rank=1))
+        dist.destroy_process_group(pair)
+    others = dist.new_group([*range(1, size)])
+    again = dist.new_group([*range(1, size)])  # of the same ranks
+    if rank:
+        for each in (others, again):
+            tensor = own(3)
+            dist.broadcast(tensor, 2, group=each)
+            assert torch.equal(tensor, own(3, rank=2))
+    tensor = own(1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, sum(every(1)))
+
+
+@ranks(2)
+@grouped
+def test_a_group_of_gloo_beside_it(size):
+    beside = dist.new_group(backend="gloo")
+    for each in (beside, None):
+        tensor = own(3)
+        dist.all_reduce(tensor, group=each)
+        assert torch.equal(tensor, sum(every(3)))
+
+
+@ranks(2, 3)
+@grouped
+def test_disagreements_are_errors_on_all_ranks_and_calls_go_on(size):
+    is_first = dist.get_rank() == 0
+    dtype = [torch.int32, torch.float32][is_first]
+    for call, found in [
+        (lambda: dist.all_reduce(torch.ones(2 + is_first)), "shape is .3,. on rank 0, .2,. on"),
+        (
+            lambda: dist.all_reduce(torch.ones(2, dtype=dtype)),
+            "dtype",
+        ),
+        (lambda: dist.all_reduce(torch.ones(2), [Op.MIN, Op.MAX][is_first]), "op is Max on rank 0"),
+        (lambda: dist.broadcast(torch.ones(2), int(is_first)), "root_rank is 1 on rank 0"),
+        (
+            lambda: dist.all_reduce(torch.ones(2)) if is_first else dist.barrier(),
+            "the operation is allreduce on rank 0, barrier on rank",
+        ),
+        (
+            lambda: dist.all_to_all_single(
+                torch.empty(size + is_first), torch.ones(size), [1 + is_first] + [1] * (size - 1)
+            ),
+            "rank 0 sends 1 elements to rank 0, which expects 2",
+        ),
+    ]:
+        with pytest.raises(hvd.HorovodInternalError, match=found):
+            call()
+        tensor = own(2)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, sum(every(2)))
+
+
+@ranks(2)
+@grouped
+def test_mistakes_of_a_rank_are_named_at_once(size):
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="tensor on meta; the backend 'hvdlite' exchanges"):
+            dist.all_reduce(torch.ones(2, device="meta"))
+    else:  # pairs with it, and not with the next
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+    with pytest.raises(ValueError, match="rank 9"):
+        dist.group.WORLD.send([torch.ones(1)], 9, 0)
+    with pytest.raises(ValueError, match="a tensor for each of the 2 ranks; found 1"):
+        dist.all_gather([torch.ones(1)], torch.ones(1))
+    with pytest.raises(ValueError, match="Bitwise_and is not defined for dtype float32"):
+        dist.all_reduce(torch.ones(1), Op.BAND)
+    eighths = torch.ones(4).to(torch.float8_e5m2)
+    dist.broadcast(eighths, 0)
+    with pytest.raises(TypeError, match="float8"):
+        dist.reduce(eighths, 0)
+    dist.barrier()
+    assert dist.get_rank() == 0 or not work.is_completed()
+
+
+@ranks(2)
+@grouped
+def test_waiting_has_a_bound(size):
+    second = datetime.timedelta(seconds=1)
+    if dist.get_rank() == 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"ank 1 (failed|succ).* monit"):
+            dist.monitored_barrier(timeout=second)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(hvd.HorovodInternalError, match="waited 1 s in 'call 1'"):
+            work.wait(second)
+        with pytest.raises(hvd.HorovodInternalError, match=r"waited 1.* in receive from rank 1"):
+            dist.irecv(torch.ones(1), 1).wait(second)
+    dist.group.WORLD.engine.world.comm.Barrier()  # over MPI: the other rank comes late
+    if dist.get_rank():
+        dist.all_reduce(torch.ones(1))
+        dist.send(torch.ones(1), 0)
+        with pytest.raises(hvd.HorovodInternalError, match=r"ank 1 (failed|succ).* monit"):
+            dist.monitored_barrier(timeout=second)
+    work.wait() if dist.get_rank() == 0 else None
+    dist.monitored_barrier()
+
+
+@ranks(2)
+@grouped
+def test_a_group_waits_as_long_as_its_timeout(size):
+    brief = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"waited .* for rank 1 in 'call 1'"):
+            dist.all_reduce(torch.ones(1), group=brief)
+    dist.group.WORLD.engine.world.comm.Barrier()
+    dist.barrier()
+
+
+@ranks(2)
+def test_destroyed_and_initialised_again(size):
+    for _ in range(3):
+        dist.init_process_group("hvdlite")
+        tensor = own(2)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, sum(every(2)))
+        dist.destroy_process_group()
+
+
+@ranks(2)
+def test_substitutes_for_gloo_mpi_and_nothing(size, monkeypatch):
+    monkeypatch.setattr(c10d.c10d, "BackendConfig", c10d.c10d.BackendConfig)
+    distributed.substitute()
+    for backend in ("gloo", "mpi", None):
+        dist.init_process_group(backend)
+        assert isinstance(dist.group.WORLD, distributed.ProcessGroup)
+        dist.barrier()
+        if backend == "gloo":
+            dist.monitored_barrier()
+            assert dist.get_backend() == "gloo"
+        dist.destroy_process_group()
+
+
+def test_the_private_names_of_torch_are_there():
+    for owner, names in c10d.PRIVATE:
+        assert [name for name in names.split() if not hasattr(owner, name)] == []
+
+
+class Net(torch.nn.Sequential):
+    """A model whose weights depend on the arguments alone."""
+
+    def __init__(self, width=64, seed=0):
+        torch.manual_seed(seed)
+        super().__init__(
+            torch.nn.Linear(8, width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, 4),
+        )
+
+
+def train(model, parameters, steps=4, rank=None, optimizer=None):
+    """Train on a rank's batches; without a rank, on those of all ranks together."""
+    optimizer = optimizer or torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    for step in range(steps):
+        sources = range(dist.get_world_size()) if rank is None else [rank]
+        samples = [own((4, 8), rank=10 * step + source) for source in sources]
+        optimizer.zero_grad()
+        model(torch.cat(samples)).square().mean().backward()
+        optimizer.step()
+
+
+def weights_of(model):
+    """Return all parameters, gathered where they are cut."""
+    whole = [
+        each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()
+    ]
+    return torch.cat([each.detach().reshape(-1) for each in whole])
+
+
+def alone():
+    """Return the weights of one process that trains on all batches."""
+    model = Net()
+    train(model, model.parameters())
+    return weights_of(model)
+
+
+@ranks(2, 3)
+@grouped
+def test_ddp_trains_as_one_process(size):
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model = DistributedDataParallel(Net(seed=dist.get_rank()), **options)
+        model.module.load_state_dict(Net().state_dict())
+        train(model, model.parameters(), rank=dist.get_rank())
+        torch.testing.assert_close(weights_of(model), alone())
+
+
+@ranks(2, 3)
+@grouped
+def test_fsdp_trains_as_one_process_and_its_checkpoint_loads(size, tmp_path):
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    train(model, model.parameters(), rank=dist.get_rank())
+    torch.testing.assert_close(weights_of(model), alone())
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    whole = Net(seed=1).state_dict()
+    checkpoint.load(whole, checkpoint_id=tmp_path)
+    loaded = torch.cat([whole[name].reshape(-1) for name, _ in Net().named_parameters()])
+    torch.testing.assert_close(loaded, alone())
+
+
+@ranks(2)
+@grouped
+def test_tensor_parallel_trains_as_one_process(size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (size,))
+    model = parallelize_module(Net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    train(model, model.parameters())
+    torch.testing.assert_close(weights_of(model), alone())
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@grouped
+def test_zero_redundancy_optimizer_and_pipeline(size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = DistributedDataParallel(Net())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, None, rank=dist.get_rank(), optimizer=zero)
+    torch.testing.assert_close(weights_of(model), alone())
+    layers, rank = [*Net()], dist.get_rank()
+    part = torch.nn.Sequential(*(layers[2:] if rank else layers[:2]))
+    stage = PipelineStage(part, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2)
+    samples = own((4, 8), rank=0)
+    found = schedule.step(samples) if rank == 0 else schedule.step()
+    if rank:
+        torch.testing.assert_close(found, Net()(samples))
+
+
+@ranks(2)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@grouped
+def test_compiled_ddp(size):
+    model = DistributedDataParallel(Net())
+    train(torch.compile(model), model.parameters(), rank=dist.get_rank())
+    torch.testing.assert_close(weights_of(model), alone())
+
+
+@ranks(2, 3)
+@grouped
+def test_sparse_gradients(size):
+    embedding = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True))
+    rows = [own(4, torch.int64, rank) for rank in range(size)]
+    embedding(rows[dist.get_rank()]).sum().backward()
+    expected = torch.zeros(10, 3)
+    for each in rows:
+        expected.index_add_(0, each, torch.ones(4, 3))
+    torch.testing.assert_close(embedding.module.weight.grad.to_dense(), expected / size)
+
+
+def _some(parameter):
+    return hvd.Compression.fp16 if len(parameter.shape) > 1 else hvd.Compression.none
+
+
+COMPRESSIONS = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "top-k": hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.1)),
+    "low rank": hvd.Compression.PowerSGD(2),
+    "some": hvd.Compression.ByParameter(_some, [hvd.Compression.none, hvd.Compression.fp16]),
+}
+
+
+@ranks(2, 3)
+@grouped
+def test_hook_sends_what_the_optimizer_sends(size):
+    for name, compression in COMPRESSIONS.items():
+        plain = Net()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9),
+            plain.named_parameters(),
+            compression,
+        )
+        train(plain, None, rank=dist.get_rank(), optimizer=optimizer)
+        model = DistributedDataParallel(Net())
+        state = hvd.comm_hook_state(compression, model.module.named_parameters())
+        model.register_comm_hook(state, hvd.comm_hook)
+        train(model, model.parameters(), rank=dist.get_rank())
+        found = weights_of(model)
+        if name != "top-k":  # of equal entries those count that come first, in DDP's own order
+            torch.testing.assert_close(found, weights_of(plain), msg=name)
+        mine = found.clone()
+        dist.broadcast(mine, 0)
+        assert torch.equal(mine, found), name
+
+
+@ranks(2)
+@grouped
+def test_hook_refuses_what_is_no_strategy(size):
+    with pytest.raises(TypeError, match="compression='fp16' is no compression"):
+        hvd.comm_hook_state(compression="fp16")
