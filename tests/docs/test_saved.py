@@ -39,8 +39,9 @@ def test_those_that_a_newcomer_meets_first_are_found():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "code", "words"), SCRIPTS)
 def test_it_runs_as_saved(name, code, words, tmp_path):
-    if "import torch" in code:
-        pytest.importorskip("torch")
+    for package in ("torch", "accelerate", "lightning", "transformers"):
+        if re.search(rf"^(import|from) {package}\b", code, re.MULTILINE):
+            pytest.importorskip(package)
     (tmp_path / name).write_text(code)
     variables = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word)]
     program, *arguments = words[len(variables) :]
