@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1990, "collectives"),
     "gradients": (7, 3151, "gradients"),
     "recipe": (7, 2436, "recipe"),
-    "torch": (8, 5712, "torch"),
+    "torch": (8, 5734, "torch"),
     "tensorflow": (8, 3123, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

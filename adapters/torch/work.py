@@ -17,6 +17,23 @@ from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.world import world
 
 
+class _Failure:
+    """A result that raises where C++ looks for tensors in it, as DDP does."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __repr__(self) -> str:
+        return f"{type(self._error).__name__}: {self._error}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error
+
+    def fail(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+
 class Future(torch.futures.Future):  # type: ignore[type-arg]
     """A future that a lane's thread completes; callbacks, which may communicate, run in others."""
 
@@ -32,6 +49,11 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
 
         super().add_done_callback(lambda _: threading.Thread(target=run, daemon=True).start())
         return following
+
+    def set_exception(self, error: Any) -> None:
+        """Complete with an error, which C++ sees, too: torch's would give it an empty result."""
+        self._set_unwrap_func(_Failure.fail)
+        self.set_result(_Failure(error))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Have a callback run once there is a result."""

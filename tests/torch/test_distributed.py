@@ -482,6 +482,19 @@ def test_ddp_trains_as_one_process(size):
         torch.testing.assert_close(weights_of(model), alone())
 
 
+@ranks(2)
+@grouped
+def test_an_error_in_the_backward_pass_of_ddp_is_named(size):
+    model = DistributedDataParallel(Net())
+    if dist.get_rank():
+        with pytest.raises(hvd.HorovodInternalError, match="the ranks disagree"):
+            dist.all_reduce(own(3))
+    else:  # C++ makes a RuntimeError of it
+        with pytest.raises(RuntimeError, match="MismatchError: the ranks disagree"):
+            model(own((4, 8))).sum().backward()
+    dist.barrier()
+
+
 @ranks(2, 3)
 @grouped
 def test_fsdp_trains_as_one_process_and_its_checkpoint_loads(size, tmp_path):
