@@ -28,10 +28,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "transport": (3, 3901, "transport"),
     "engine": (4, 3817, "engine"),
     "compression": (5, 2910, "compression"),
-    "collectives": (6, 1990, "collectives"),
+    "collectives": (6, 2004, "collectives"),
     "gradients": (7, 3151, "gradients"),
     "recipe": (7, 2436, "recipe"),
-    "torch": (8, 5734, "torch"),
+    "torch": (8, 5737, "torch"),
     "tensorflow": (8, 3123, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

@@ -75,8 +75,9 @@ class CommHookState:
         self._strategy = strategy
         self._names = {id(tensor): (tensor, name) for name, tensor in named_parameters}
         group: Any = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        if hasattr(group, "survive"):
-            group.survive()
+        self._group = group if hasattr(group, "survive") else None
+        if self._group is not None:
+            self._group.survive()
         self._engine = getattr(group, "engine", None) or runtime.engine()
         self._label = f"DDP {next(_labels)}"
         self._state = StrategyState()
@@ -93,6 +94,8 @@ class CommHookState:
         overlaps = self._engine.settings.overlap != "0"
         bucket.start(given.gradients(), overlaps)
         if given.is_last():
+            if self._group is not None:
+                self._group.calls += 1  # one call, which another rank may have made in its place
             for each in () if overlaps else self._buckets.values():
                 each.wait()
             status.count_step(self._label)

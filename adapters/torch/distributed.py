@@ -34,7 +34,7 @@ from hvdlite.torch import c10d
 from hvdlite.torch.c10d import NAME
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.sparse import sparse_allreduce_async
-from hvdlite.torch.tensors import share, to_array, to_tensor_like
+from hvdlite.torch.tensors import is_plain, share, to_array, to_tensor_like
 from hvdlite.torch.work import Work
 from hvdlite.world import world
 
@@ -63,7 +63,7 @@ def _counted(call: Callable[..., Work]) -> Any:
 
     @wraps(call)
     def counted(self: ProcessGroup, *arguments: Any, **named: Any) -> Work:
-        self._calls += 1
+        self.calls += 1
         self.check()
         return call(self, *arguments, **named)
 
@@ -99,7 +99,7 @@ class ProcessGroup(_Base):
             )
         self._kept: deque[Work] = deque(maxlen=_KEPT)
         self.label = "" if len(ranks) == world.size() else f" of {ranks_text(ranks)}"
-        self._calls = 0
+        self.calls = 0
         self._seen: dict[int, tuple[int, int]] = {}
 
     def survive(self) -> None:
@@ -164,7 +164,7 @@ class ProcessGroup(_Base):
             operation.note = f" ({what})"
             return operation
 
-        name, begin = f"call {self._calls}{self.label}", bool(getattr(opts, "asyncOp", True))
+        name, begin = f"call {self.calls}{self.label}", bool(getattr(opts, "asyncOp", True))
         try:
             self._last = self.engine.submit(what, name, noted, begin)
         except MemoryInUseError:  # by a call before, after which this one comes
@@ -178,8 +178,9 @@ class ProcessGroup(_Base):
         """Submit an operation that writes to tensors, one after the other."""
         out = _together(outputs, what)
         handle = self._submit(what, lambda name: describe(name, out), opts)
-        is_there = len(outputs) == 1 and _is_plain(outputs[0])
-        return Work(self, [handle], outputs, None if is_there else partial(_write, outputs, out))
+        is_there = len(outputs) == 1 and is_plain(outputs[0])
+        settle = None if is_there else partial(_write, outputs, out)
+        return Work(self, [handle], outputs, settle, what)
 
     def _all(self, works: Sequence[Work]) -> Work:
         handles = [handle for work in works for handle in work.handles]
@@ -187,6 +188,7 @@ class ProcessGroup(_Base):
         return Work(self, handles, tensors, lambda: [*map(Work.settle, works)])
 
     def _id(self, rank: int) -> int:
+        self.check()
         ids = self.engine.world.ids
         if not 0 <= rank < len(ids):
             raise ValueError(f"rank {rank} is not in a group of {len(ids)} ranks{self.label}")
@@ -207,7 +209,7 @@ class ProcessGroup(_Base):
         (tensor,) = tensors
         op, factor = _op(opts)
         if tensor.is_sparse:
-            name = f"call {self._calls}{self.label}"
+            name = f"call {self.calls}{self.label}"
             end = sparse_allreduce_async(tensor, name, op, self._set)
             return Work(self, [], tensors, lambda: tensor.copy_(end()))
 
@@ -402,7 +404,7 @@ class ProcessGroup(_Base):
     @_counted
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks."""
-        return Work(self, [self._submit("barrier", Barrier, opts)], [])
+        return Work(self, [self._submit("barrier", Barrier, opts)], [], what="barrier")
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
@@ -411,10 +413,9 @@ class ProcessGroup(_Base):
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         """Receive a tensor from a rank; None: any."""
-        if src is not None:
-            self._id(src)
+        self._id(src or 0)
         array = _array(tensors[0], "recv")
-        settle = None if _is_plain(tensors[0]) else partial(_write, tensors, array)
+        settle = None if is_plain(tensors[0]) else partial(_write, tensors, array)
         return Work(self, [receive(self.engine, array, src, tag)], tensors, settle)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
@@ -458,10 +459,6 @@ def _write(tensors: Tensors, array: Any) -> None:
             tensors, to_tensor_like(array, tensors[0]).split(sizes), strict=True
         ):
             tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_part(part: Any, whole: Any, size: int, what: str) -> None:

@@ -20,7 +20,7 @@ from hvdlite.engine import Engine, Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.torch.device_memory import device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written
-from hvdlite.torch.tensors import to_array
+from hvdlite.torch.tensors import is_plain, to_array
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PersistentAllreduce:
     def fits(self, tensor: torch.Tensor, arguments: Any) -> bool:
         """Return whether a call is the same."""
         call = tensor.data_ptr(), tensor.dtype, tensor.shape, arguments
-        return self.tensor() is tensor and self.call == call and _is_plain(tensor)
+        return self.tensor() is tensor and self.call == call and is_plain(tensor)
 
 
 Cache: TypeAlias = "OrderedDict[str, PersistentAllreduce]"  # by name, the oldest first
@@ -117,11 +117,6 @@ def _remove(reference: weakref.ref[Cache], name: str, of_tensor: weakref.ref[tor
 def memory_of(tensor: torch.Tensor, array: Any) -> Any:
     """Return the array as a place for results, if it is the tensor's own memory; else None."""
     if tensor.is_cpu:
-        return array if _is_plain(tensor) else None
+        return array if is_plain(tensor) else None
     shared = getattr(array, "tensor", None)
     return array if shared is not None and shared.data_ptr() == tensor.data_ptr() else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether memory holds a tensor's elements, in order: no conjugates or negatives."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -105,6 +105,11 @@ def _view(tensor: torch.Tensor) -> Any:
     return np.from_dlpack(memory)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether memory holds a tensor's elements, in order: no conjugates or negatives."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _described(tensor: torch.Tensor) -> str:
     return f"a tensor of {tensor.dtype} and shape {list(tensor.shape)}"
 

@@ -69,6 +69,7 @@ class Work(dist.Work):
         handles: Of the operations.
         tensors: That get the results.
         settle: Writes results that lie elsewhere to the tensors.
+        what: The kind of call, for messages.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Work(dist.Work):
         handles: Sequence[Handle | Transfer],
         tensors: Sequence[torch.Tensor],
         settle: Callable[[], object] | None = None,
+        what: str = "",
     ) -> None:
         super().__init__()
         self.handles, self.tensors = handles, tensors
-        self._group, self._settle = group, settle
+        self._group, self._settle, self._what = group, settle, what
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -98,8 +100,9 @@ class Work(dist.Work):
                 handle.wait(seconds if seconds > 0 else self._group.timeout)
             elif seconds > 0 and not handle.ends_within(seconds):
                 raise HorovodInternalError(
-                    f"rank {world.rank()}: waited {seconds:g} s in {handle.name!r}, which other "
-                    "ranks have not called; see what they do, or allow more time"
+                    f"rank {world.rank()}: waited {seconds:g} s in {handle.name!r} "
+                    f"({self._what}), which other ranks have not called; see what they do, or "
+                    "allow more time"
                 )
             else:
                 handle.wait()

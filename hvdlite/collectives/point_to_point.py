@@ -36,7 +36,11 @@ def send(engine: Engine, array: Any, to: int, tag: int = 0) -> Transfer:
         array: Contiguous array.
         to: The receiver, by its rank among the engine's.
         tag: A number that pairs it with the receiver's call.
+
+    Raises:
+        RankGoneError: A rank has died; MPI would take a short message for it all the same.
     """
+    engine.named.transport.check_alive()
     header = bytearray(_HEADER.pack(array.size, array.dtype.name.encode()))
     return Transfer(engine, array, header, to, tag, True)
 
@@ -141,15 +145,25 @@ class Transfer:
                 self.peer = status.Get_source()
                 self._check()
         except self._mpi.Exception as error:
-            found = error
-            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
-                self._error = self._mismatch("more elements")
-            else:
-                text = f"rank {self._engine.world.id}: {self.title} failed: {found}"
-                self._error = HorovodInternalError(text)
+            self._error = self._failure(error)
+            if self._request:  # a receive from any rank, which another one might still complete
+                self._request.Cancel()
+                self._request.Free()
         self.finished = True
         _in_flight.discard(self)
         self._type.Free()
+
+    def _failure(self, error: Any) -> HorovodInternalError:
+        if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+            return self._mismatch("more elements")
+        try:
+            self._engine.named.transport.check_alive()
+        except HorovodInternalError as gone:
+            return gone
+        return HorovodInternalError(
+            f"rank {self._engine.world.id}: {self.title} failed: {error}; has the other rank died? "
+            "See its output, and start again from a checkpoint"
+        )
 
     def _check(self) -> None:
         size, name = _HEADER.unpack(self._header)
