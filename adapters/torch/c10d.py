@@ -26,6 +26,8 @@ PRIVATE = (
     (c10d, "BackendConfig _get_default_group monitored_barrier"),
     (_rendezvous, "_rendezvous_handlers"),
     (torch.UntypedStorage, "_swap_data_ptr_"),
+    (torch._C, "_current_autograd_node _current_graph_task_id"),
+    (torch.autograd.Variable._execution_engine, "queue_callback"),
 )
 
 

@@ -184,9 +184,10 @@ class _HookBucket:
     def _end(self, gradients: Sequence[torch.Tensor]) -> None:
         try:
             self.wait()
-            result = self._buffer
-            if len(self._parts) == 1:
-                result = to_tensor(self._parts[0][0].arrays.result)
+            result, arrays = self._buffer, self._parts[0][0].arrays
+            # DDP copies what is not its own buffer.
+            if len(self._parts) == 1 and not (self._is_shared and arrays.result is arrays.send):
+                result = to_tensor(arrays.result)
             for part, members in self._parts if len(self._parts) > 1 else ():
                 for position, member in enumerate(members):
                     gradients[member].copy_(to_tensor(part.arrays.result_slot(position)))

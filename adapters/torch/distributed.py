@@ -35,11 +35,10 @@ from hvdlite.torch.c10d import NAME
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.tensors import is_plain, share, to_array, to_tensor_like
-from hvdlite.torch.work import Work
+from hvdlite.torch.work import EndOfBackward, Work, is_in_backward
 from hvdlite.world import world
 
 _Base: Any = dist.ProcessGroup
-
 _Kind: Any = dist.ReduceOp.RedOpType
 _OPS = {
     _Kind.SUM: ReduceOp.SUM,
@@ -100,6 +99,7 @@ class ProcessGroup(_Base):
         self._kept: deque[Work] = deque(maxlen=_KEPT)
         self.label = "" if len(ranks) == world.size() else f" of {ranks_text(ranks)}"
         self.calls = 0
+        self._end = EndOfBackward() if self.engine.settings.overlap == "0" else None
         self._seen: dict[int, tuple[int, int]] = {}
 
     def survive(self) -> None:
@@ -164,12 +164,16 @@ class ProcessGroup(_Base):
             operation.note = f" ({what})"
             return operation
 
-        name, begin = f"call {self.calls}{self.label}", bool(getattr(opts, "asyncOp", True))
+        name = f"call {self.calls}{self.label}"
+        end = self._end if what == "all_reduce" and is_in_backward() else None
+        begin = end is None and getattr(opts, "asyncOp", True)
         try:
             self._last = self.engine.submit(what, name, noted, begin)
         except MemoryInUseError:  # by a call before, after which this one comes
             self._last.wait()
             self._last = self.engine.submit(what, name, noted, begin)
+        if end is not None:
+            end.finish(self._last)
         return self._last
 
     def _into(
@@ -473,8 +477,7 @@ def _op(opts: Any) -> tuple[ReduceOp, float]:
     """Return a reduction, and the factor before it."""
     op = _Kind.SUM if opts is None else opts.reduceOp
     kind = getattr(op, "op", op)
-    is_scaled = kind == _Kind.PREMUL_SUM
-    return _OPS[kind], float(op.__getstate__()[1]) if is_scaled else 1.0
+    return _OPS[kind], float(op.__getstate__()[1]) if kind == _Kind.PREMUL_SUM else 1.0
 
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -58,6 +59,37 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Have a callback run once there is a result."""
         self.then(callback)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread computes a gradient now."""
+    return torch._C._current_autograd_node() is not None
+
+
+class EndOfBackward:
+    """Finishes operations at the end of the backward pass that has submitted them.
+
+    Without cores to spare they would compete with it, and leave together for less. DDP queues its
+    own wait for the end after this.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+        self._task = -1
+
+    def finish(self, handle: Handle) -> None:
+        """Wait for an operation at the end of the pass that runs now."""
+        self._handles.append(handle)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._run)
+
+    def _run(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            with contextlib.suppress(HorovodInternalError):  # which its owner gets
+                handle.wait()
 
 
 @untraced_methods("wait", "get_future")
@@ -123,6 +155,9 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether the operations have ended, with errors perhaps."""
+        for handle in self.handles:
+            if isinstance(handle, Handle) and (driver := handle.driver) is not None:
+                driver.take_over()
         return all(handle.done() for handle in self.handles)
 
     def is_success(self) -> bool:

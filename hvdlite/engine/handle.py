@@ -24,6 +24,9 @@ class Driver(Protocol):
         Return early if a signal handler is due.
         """
 
+    def take_over(self) -> None:
+        """Have another thread run pending operations."""
+
 
 class Handle:
     """The future result of one operation.

@@ -5,6 +5,7 @@ Expected values are closed forms, or numpy's in float64; models are compared wit
 
 import datetime
 import operator
+import time
 from functools import reduce, wraps
 
 import numpy as np
@@ -473,13 +474,44 @@ def alone():
 
 
 @ranks(2, 3)
-@grouped
-def test_ddp_trains_as_one_process(size):
-    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+@pytest.mark.parametrize("overlap", "01")
+def test_ddp_trains_as_one_process(size, overlap, monkeypatch):
+    monkeypatch.setenv("HVDLITE_OVERLAP", overlap)
+    grouped(_train_by_ddp)()
+
+
+def _train_by_ddp():
+    for options in (
+        {},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ):
         model = DistributedDataParallel(Net(seed=dist.get_rank()), **options)
         model.module.load_state_dict(Net().state_dict())
         train(model, model.parameters(), rank=dist.get_rank())
         torch.testing.assert_close(weights_of(model), alone())
+
+
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})
+@grouped
+def test_an_allreduce_that_waits_for_the_end_of_the_backward_pass_can_be_asked_for(size):
+    works, tensors = [], [own(3) for _ in range(3)]
+
+    def hook(_):
+        works.extend(dist.all_reduce(tensor, async_op=True) for tensor in tensors)
+        deadline = time.monotonic() + 10
+        while not works[0].is_completed() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert works[0].is_completed()
+        works[1].wait()
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(hook)
+    leaf.sum().backward()
+    assert all(handle.finished for work in works for handle in work.handles)
+    for tensor in tensors:
+        assert torch.equal(tensor, sum(every(3)))
 
 
 @ranks(2)
