@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -189,36 +189,3 @@ def _by_turns(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
 
     windows = dataset.window(whole + size, shift=whole).enumerate()
     return windows.flat_map(own)
-
-
-# Horovod's data service for tf.data, in whose place TensorFlow has one of its own.
-
-_NO_SERVICE = (
-    "hvdlite has no {}; start tf.data.experimental.service.DispatchServer and WorkerServer in "
-    "processes of their own, and let each rank do "
-    "dataset.apply(tf.data.experimental.service.distribute(processing_mode, service=address)). Or "
-    "let hvd.shard(dataset) deal samples to the ranks, which need no service"
-)
-
-
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError, whose message says what to use instead."""
-        raise NotImplementedError(_NO_SERVICE.format(name))
-
-    return refuse
-
-
-class TfDataServiceConfig:
-    """The configuration of Horovod's data service, which hvdlite does not have.
-
-    Raises:
-        NotImplementedError: Always; the message says what to use instead.
-    """
-
-    __init__ = read = _refusal("TfDataServiceConfig")
-
-
-tf_data_service = _refusal("tf_data_service")
-send_to_data_service = _refusal("send_to_data_service")
-compute_worker_fn = _refusal("compute_worker_fn")

@@ -300,11 +300,6 @@ class Allreduce(ArrayOperation):
         set_first(self._send, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the reduced array, of the input's shape and dtype.
-
-        Raises:
-            GradientError: On all ranks; factors take an integer out of its type's range.
-        """
         if self._prepared_for is not transport:
             if self._strategy is not None:
                 return self._exchange(transport, self._strategy)

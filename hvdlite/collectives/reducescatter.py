@@ -137,14 +137,8 @@ class Reducescatter(ArrayOperation):
         self.fail_if_cut(self._sizes, members)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return this rank's rows of the reduced array.
-
-        An average is divided after the sum, but before it where a sum could leave the range of the
-        floats that travel.
-
-        Raises:
-            GradientError: On all ranks; factors take an integer out of its type's range.
-        """
+        # An average is divided after the sum, but before it where a sum could leave the range of
+        # the floats that travel.
         array, wire_dtype = self._array, self._wire_dtype
         rows, *row = array.shape
         bounds = slice_bounds(rows, transport.size)

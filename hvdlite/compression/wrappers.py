@@ -167,11 +167,6 @@ class ByParameter(Strategy):
         object.__setattr__(self, "takes_weights", all(each.takes_weights for each in among))
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return the strategy that the rule chooses.
-
-        Raises:
-            ValueError: the rule returns something else than one of the strategies.
-        """
         chosen = self.rule(parameter)
         if chosen not in self.among:
             raise ValueError(

@@ -83,11 +83,6 @@ class Start(Recovery):
         self.reports: list[Any] = []
 
     def select(self, MPI: Any, comm: Any, settings: Settings) -> Any:  # noqa: N803
-        """Return the communicator of the ranks; a spare waits here.
-
-        Raises:
-            ValueError: Others are asked for than at first, and there are spares.
-        """
         global _pool, _asked, _holders
         if self._again:
             assert _pool is not None

@@ -64,13 +64,6 @@ MODULES: dict[str, Module] = {
     "horovod.torch.sync_batch_norm": Module("hvdlite.torch", "SyncBatchNorm"),
     # TensorFlow
     "horovod.tensorflow": Module("hvdlite.tensorflow", util=_UTIL),
-    "horovod.tensorflow.data": Module(""),
-    "horovod.tensorflow.data.compute_service": Module(
-        "hvdlite.tensorflow.data", "TfDataServiceConfig tf_data_service send_to_data_service"
-    ),
-    "horovod.tensorflow.data.compute_worker": Module(
-        "hvdlite.tensorflow.data", "compute_worker_fn"
-    ),
     "horovod.tensorflow.compression": Module("hvdlite.compression", _COMPRESSORS),
     "horovod.tensorflow.elastic": Module("hvdlite.tensorflow.elastic"),
     "horovod.tensorflow.functions": Module(
@@ -96,5 +89,7 @@ REASONS: dict[str, str] = {
     "horovod.mxnet": "MXNet is no longer developed; move the model to PyTorch, TensorFlow or Keras",
     "horovod.ray": "start the job with hvdliterun, or call hvdlite.run()",
     "horovod.spark": "start the job with hvdliterun, or call hvdlite.run()",
+    "horovod.tensorflow.data": "TensorFlow has a data service (tf.data.experimental.service), and "
+    "hvd.shard(dataset) deals samples to the ranks without one",
 }
 """The remedy for each module that hvdlite does not provide."""

@@ -80,11 +80,8 @@ class BatchesInTurns(Batches):
             )
 
     def requests(self) -> Iterator[Any]:
-        """Return an iteration for a loader that asks for another batch whenever it returns one.
-
-        If it loads in advance, it asks in vain for as long as it has batches left. These are
-        requests for data, too.
-        """
+        # A loader that loads in advance asks in vain for as long as it has batches left; these are
+        # requests for data, too.
         return _Requests(self)
 
     def announce_rest(self) -> None:
@@ -108,11 +105,6 @@ class BatchesInTurns(Batches):
             )
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return the position as `Batches.state_dict`; a step takes several batches.
-
-        Raises:
-            ValueError: The iteration has not made so many steps.
-        """
         made = self._taken
         if self.is_ahead and self.trains and self._turns.ended > self._before:
             made = min(made, max(self._turns.step - self._first_step, 0))

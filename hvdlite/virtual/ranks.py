@@ -57,10 +57,7 @@ class Turns(parts.Parts):
 
     @property
     def share(self) -> list[int]:
-        """The virtual ranks of this process, for the whole step.
-
-        They are fixed when they are first asked for, since data are loaded by them.
-        """
+        # Fixed when they are first asked for, since data are loaded by them.
         if self._share is None:
             bounds = slice_bounds(self.size, world.size())
             self._share = list(range(*bounds[world.rank() : world.rank() + 2]))
