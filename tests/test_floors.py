@@ -30,8 +30,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2905, "compression"),
     "collectives": (6, 1993, "collectives"),
     "gradients": (7, 3151, "gradients"),
-    "recipe": (7, 2436, "recipe"),
-    "torch": (8, 5778, "torch"),
+    "recipe": (7, 2423, "recipe"),
+    "torch": (8, 5774, "torch"),
     "tensorflow": (8, 3090, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

@@ -293,7 +293,7 @@ class TensorCheckpoint(Checkpoint):
             lambda leaf: to_tensor(leaf[_TENSOR]) if _is_marked(leaf) else leaf, tree, _is_marked
         )
 
-    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
+    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], object]:
         if self.path.suffix not in TORCH_SUFFIXES:
             return super()._writer(state, copied)
         map_leaves(_check_for_torch, state, is_leaf=lambda node: type(node) not in _CONTAINERS)
@@ -301,7 +301,7 @@ class TensorCheckpoint(Checkpoint):
             # As a file in memory, which keeps containers and shared storages, off the device.
             content = io.BytesIO()
             torch.save(state, content)
-            return lambda file: _write_all(file, content)
+            return lambda file: file.write(content.getbuffer())
         return lambda file: torch.save(state, file)
 
     def _read_torch(self, file: IO[bytes]) -> tuple[Any, list[Any]]:
@@ -332,10 +332,6 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
         keep: As for `hvdlite.checkpoint`.
     """
     return TensorCheckpoint(path, keep)
-
-
-def _write_all(file: IO[bytes], content: io.BytesIO) -> None:
-    file.write(content.getbuffer())
 
 
 def _check_for_torch(leaf: Any) -> None:

@@ -2,8 +2,8 @@
 
 The format is 8 bytes with the length of the header, the header as JSON, and the arrays' bytes
 (https://github.com/huggingface/safetensors). It is written here and not by the package, which
-takes two copies of all arrays to write into an open file, or writes a temporary file of its own
-that only its owner may read and that nobody removes after a crash.
+takes two copies of all arrays and three times as long to write into an open file, or writes a
+temporary file of its own that only its owner may read and that nobody removes after a crash.
 
 An array's name is its path in the tree, joined by dots. The metadata hold the tree, and checksums,
 which the format lacks; a file without them is read as a dict of arrays.
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Iterator
 from typing import IO, Any
 
 import ml_dtypes
@@ -31,63 +32,60 @@ _CHECKSUM = "hvdlite.crc32"
 _VERSION = 1
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-    "C64": np.dtype("<c8"),
+}
+_DTYPES |= {
+    f"{kind.upper()}{8 * int(size)}": np.dtype(f"<{kind}{size}")
+    for kind, size in ("u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c8")
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-def check(structure: Any, arrays: _Arrays, tensor_key: str) -> None:
-    """Raise TypeError for an array that the format cannot hold."""
-    for name, array in zip(_names(structure, len(arrays), tensor_key), arrays, strict=True):
+def named(structure: Any, arrays: _Arrays, tensor_key: str) -> dict[str, npt.NDArray[Any]]:
+    """Name what `flatten` has returned: each array by its path, made unique.
+
+    Args:
+        structure: the tree in JSON.
+        tensor_key: the only key of the dicts that mark an array as a tensor; empty: none do.
+
+    Raises:
+        TypeError: the format cannot hold an array.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    for path, array in zip(_paths(structure, tensor_key), arrays, strict=True):
+        # JSON of other languages has no lone surrogates.
+        name = ".".join(path).encode(errors="replace").decode() or "state"
+        while name in found or name == _METADATA:
+            name += "_"
         if array.dtype not in _CODES:
             known = ", ".join(dtype.name for dtype in _CODES)
             raise TypeError(
                 f"{name!r} is an array of dtype {array.dtype}; a .safetensors file holds {known}; "
                 "convert it, or name the file .npz"
             )
+        found[name] = array
+    return found
 
 
-def write(file: IO[bytes], structure: Any, arrays: _Arrays, tensor_key: str) -> None:
-    """Write what `flatten` has returned.
-
-    Args:
-        structure: the tree in JSON.
-        tensor_key: the only key of the dicts that mark an array as a tensor; empty: none do.
-    """
-    names = _names(structure, len(arrays), tensor_key)
-    layouts: list[Any] = [
-        [name, _CODES[array.dtype], list(array.shape), zlib.crc32(_bytes_of(array))]
-        for name, array in zip(names, arrays, strict=True)
-    ]
+def write(file: IO[bytes], structure: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Write arrays, and the structure of their tree."""
+    layouts = [_layout(name, array) for name, array in arrays.items()]
     own = json.dumps({"version": _VERSION, "tree": structure, "arrays": layouts}, allow_nan=False)
     checksum = str(zlib.crc32(own.encode()))
     header: dict[str, Any] = {_METADATA: {_KEY: own, _CHECKSUM: checksum}}
     # Wide types first, so that every array is aligned.
-    order = sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize)
+    layouts.sort(key=lambda layout: -arrays[layout[0]].itemsize)
     end = 0
-    for number in order:
-        name, code, shape, _ = layouts[number]
-        begin, end = end, end + arrays[number].nbytes
+    for name, code, shape, _ in layouts:
+        begin, end = end, end + arrays[name].nbytes
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for number in order:
-        file.write(_bytes_of(arrays[number]))
+    for name, *_ in layouts:
+        file.write(_bytes_of(arrays[name]))
 
 
 def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
@@ -124,12 +122,9 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
         raise ValueError("the tree does not match its checksum")
     own = json.loads(metadata[_KEY])
     check_version(file.name, own["version"], _VERSION)
-    for name, code, shape, checksum in own["arrays"]:
-        found = arrays[name]
-        if (_CODES[found.dtype], list(found.shape)) != (code, shape):
-            raise ValueError(f"{name!r} does not have the layout with which it was written")
-        if zlib.crc32(_bytes_of(found)) != checksum:
-            raise ValueError(f"{name!r} does not match its checksum")
+    for name, *layout in own["arrays"]:
+        if [name, *layout] != _layout(name, arrays[name]):
+            raise ValueError(f"{name!r} does not match its layout or its checksum")
     return own["tree"], [arrays[name] for name, *_ in own["arrays"]]
 
 
@@ -148,34 +143,26 @@ def _read_array(file: IO[bytes], entry: dict[str, Any]) -> npt.NDArray[Any]:
     return array
 
 
+def _layout(name: str, array: npt.NDArray[Any]) -> list[Any]:
+    return [name, _CODES[array.dtype], list(array.shape), zlib.crc32(_bytes_of(array))]
+
+
 def _bytes_of(array: npt.NDArray[Any]) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _names(structure: Any, count: int, tensor_key: str) -> list[str]:
-    """Return a name for each array: its path, made unique."""
-    names = [""] * count
-    used = {_METADATA}
-
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, list):
-            for index, item in enumerate(node):
-                visit(item, (*path, str(index)))
-        elif isinstance(node, dict):
-            ((kind, content),) = node.items()
-            if kind == "dict":
-                for key, item in content:
-                    part = () if [key] == [tensor_key] == [k for k, _ in content] else (str(key),)
-                    visit(item, path + part)
-            elif kind == "tuple":
-                visit(content, path)
-            elif kind in ("array", "scalar", "bytes"):
-                # JSON of other languages has no lone surrogates.
-                name = ".".join(path).encode(errors="replace").decode() or "state"
-                while name in used:
-                    name += "_"
-                used.add(name)
-                names[content[0]] = name
-
-    visit(structure, ())
-    return names
+def _paths(node: Any, tensor_key: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each array, in their order."""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _paths(item, tensor_key, (*path, str(index)))
+    elif isinstance(node, dict):
+        ((kind, content),) = node.items()
+        if kind == "dict":
+            is_tensor = [key for key, _ in content] == [tensor_key]
+            for key, item in content:
+                yield from _paths(item, tensor_key, path if is_tensor else (*path, str(key)))
+        elif kind == "tuple":
+            yield from _paths(content, tensor_key, path)
+        elif kind in ("array", "scalar", "bytes"):
+            yield path

@@ -162,7 +162,7 @@ class Checkpoint:
         executor.shutdown(wait=False)
         atexit.register(self._report)
 
-    def _replace(self, write: Callable[[IO[bytes]], None]) -> None:
+    def _replace(self, write: Callable[[IO[bytes]], object]) -> None:
         with _explained(self.path, "written"):
             try:
                 with files.replacing(self.path, self.keep) as file:
@@ -189,7 +189,7 @@ class Checkpoint:
         if self._writing is not None and (failure := self._writing.exception()) is not None:
             _log.error("%s", failure)
 
-    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
+    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], object]:
         """Check the state, and return the function that writes it, or a copy, into an open file."""
         if self.path.suffix in TORCH_SUFFIXES:
             raise CheckpointError(
@@ -200,8 +200,8 @@ class Checkpoint:
         if copied:
             arrays = [array.copy(order="K") for array in arrays]
         if self.path.suffix == ".safetensors":
-            _safetensors.check(structure, arrays, self._tensor_key)
-            return lambda file: _safetensors.write(file, structure, arrays, self._tensor_key)
+            named = _safetensors.named(structure, arrays, self._tensor_key)
+            return lambda file: _safetensors.write(file, structure, named)
         return lambda file: _npz.write(file, structure, arrays)
 
     def _read_newest(self) -> tuple[Any, _Arrays]:
