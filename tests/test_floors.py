@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1993, "collectives"),
     "gradients": (7, 3151, "gradients"),
     "recipe": (7, 2423, "recipe"),
-    "torch": (8, 5774, "torch"),
+    "torch": (8, 5776, "torch"),
     "tensorflow": (8, 3090, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

@@ -121,3 +121,30 @@ def test_a_process_group_begins_with_hvdlite(tmp_path):
     assert sorted(result.stdout.splitlines()) == [
         f"{rank} 2 [False] True hvdlite.world.world" for rank in range(2)
     ]
+
+
+OWN_PROCESSES = """
+import sys
+import torch.distributed as dist
+from torch.multiprocessing import spawn
+
+
+def run(rank, store):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    dist.barrier()
+    print(rank, "hvdlite" in sys.modules, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    spawn(run, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_the_processes_that_a_script_starts_itself_keep_gloo(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "script.py").write_text(OWN_PROCESSES)
+    command = sys.executable, tmp_path / "script.py", f"file://{tmp_path}/store"
+    result = hvdliterun("--torch", "-np", 1, *command)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0 False", "1 False"]

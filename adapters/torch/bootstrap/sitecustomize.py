@@ -40,15 +40,17 @@ class _Door:
 
 def _change(module: Any) -> None:
     from functools import wraps
+    from multiprocessing import parent_process
 
     original = module.init_process_group
 
     @wraps(original)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        if find_spec("hvdlite") is None:
-            # It may be on the path of the process that started this one only.
-            sys.path.append(str(_FOLDER.parents[2]))
-        import_module("hvdlite.torch.distributed").substitute()
+        if parent_process() is None:  # else one of the script's own, which MPI does not know
+            if find_spec("hvdlite") is None:
+                # It may be on the path of the process that started this one only.
+                sys.path.append(str(_FOLDER.parents[2]))
+            import_module("hvdlite.torch.distributed").substitute()
         # Torch takes MPI for a backend without a store.
         original("gloo" if str(backend).lower() == "mpi" else backend, *args, **kwargs)
 
