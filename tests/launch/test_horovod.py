@@ -136,8 +136,12 @@ def test_the_optimizer_of_pytorch():
     assert under_horovod(code.format("hvdlite")) == ["False SGD"]
 
 
+# Not in horovod.tensorflow, whose start logs: see tests/tensorflow/test_sessions.py.
+OUTER = [name for name in REASONS if name.count(".") == 1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*REASONS, "horovod.spark.torch", "horovod.nosuch"])
+@pytest.mark.parametrize("name", [*OUTER, "horovod.spark.torch", "horovod.nosuch"])
 def test_a_module_without_an_answer(name):
     (line,) = under_horovod(raised(f"import {name}", "ImportError"))
     outermost = ".".join(name.split(".")[:2])
