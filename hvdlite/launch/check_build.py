@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -56,10 +57,8 @@ def table(found: Mapping[str, str | None]) -> str:
 
 def _version(distributions: Sequence[str]) -> str | None:
     for distribution in distributions:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 

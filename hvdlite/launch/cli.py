@@ -32,11 +32,7 @@ _PAUSE = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``hvdliterun`` and return its exit code.
-
-    Args:
-        argv: the arguments; None: those of this process.
-    """
+    """Run ``hvdliterun`` with arguments, or with this process's; return its exit code."""
     try:
         options = parse(argv)
         if options.check_build:
@@ -203,13 +199,12 @@ def _stdin() -> str:
 
 def _sizes(options: argparse.Namespace) -> Sizes | None:
     """Return what decides the number of ranks; None: the command line has fixed it."""
-    elastic = options.min_np, options.max_np, options.host_discovery_script
-    if not any(elastic):
-        return None
-    options.elastic = True
     least = options.min_np or options.num_proc
     if least is None:
         raise StartError("-np is missing: give the number of processes, e.g. -np 2")
+    if not any((options.min_np, options.max_np, options.host_discovery_script)):
+        return None
+    options.elastic = True
     options.num_proc = options.num_proc or least
     most = options.max_np or max(options.num_proc, least)
     if not least <= options.num_proc <= most:
@@ -241,8 +236,6 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
 
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    if options.num_proc is None:
-        raise StartError("-np is missing: give the number of processes, e.g. -np 2")
     if options.hosts is not None and options.hostfile is not None:
         raise StartError("-H is not allowed with --hostfile: give one of them")
     if options.spares and not options.elastic:
@@ -273,8 +266,7 @@ def resolve(
     """
     path = environment.get("PATH", os.defpath)
     if command[0] == "python" and shutil.which("python", path=path) is None:
-        own = os.path.dirname(sys.executable)
-        path = os.pathsep.join([own, environment.get("PATH", os.defpath)])
+        path = os.pathsep.join([os.path.dirname(sys.executable), path])
         return [sys.executable, *command[1:]], {**environment, "PATH": path}
     return list(command), dict(environment)
 

@@ -215,7 +215,8 @@ def make_parser() -> Parser:
     add("--verbose", "print mpirun's command line", **flag)
 
     add = parser.begin_group("communication")
-    add("--fusion-threshold-mb", "size of a gradient bucket in MiB", metavar="N", type=_megabytes)
+    mebibytes: Any = {"metavar": "N", "type": lambda text: _at_least(0)(text) * 2**20}
+    add("--fusion-threshold-mb", "size of a gradient bucket in MiB", **mebibytes)
     add("--cycle-time-ms", "time in which operations come together", **_setting("CYCLE_TIME"))
     add("--cache-capacity", "number of named operations kept ready", **_setting("CACHE_CAPACITY"))
     add("--tcp", "use TCP only, for MPI and for NCCL", **flag)
@@ -262,10 +263,6 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def _megabytes(text: str) -> int:
-    return _at_least(0)(text) * 2**20
 
 
 def _words(text: str) -> list[str]:

@@ -233,15 +233,12 @@ class _Forwarding:
 
 def _own_folder(address: str) -> str:
     """Make this rank's folder beside the launcher's socket; empty: on another host."""
-    launcher = os.path.dirname(address)
-    if not launcher:
-        return ""
-    folder = os.path.join(launcher, f"rank.{rank_here()}")
-    try:
-        os.mkdir(folder, mode=0o700)
-    except OSError:
-        return ""
-    return folder
+    if launcher := os.path.dirname(address):
+        with contextlib.suppress(OSError):
+            folder = os.path.join(launcher, f"rank.{rank_here()}")
+            os.mkdir(folder, mode=0o700)
+            return folder
+    return ""
 
 
 def _own_shared_folder() -> str:
@@ -252,10 +249,9 @@ def _own_shared_folder() -> str:
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
         return ""
     folders.sweep(SHARED)
-    try:
+    with contextlib.suppress(OSError):
         return folders.make(SHARED)[0]
-    except OSError:
-        return ""
+    return ""
 
 
 def _make_steps() -> int:
@@ -264,12 +260,11 @@ def _make_steps() -> int:
     It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
     descriptor would not survive scripts that start the rank's program with theirs closed.
     """
-    try:
+    with contextlib.suppress(AttributeError, OSError):
         file = os.memfd_create("hvdlite steps")
         os.ftruncate(file, 16)
-    except (AttributeError, OSError):
-        return -1
-    return file
+        return file
+    return -1
 
 
 def _after_step(steps: int) -> str:
@@ -409,14 +404,12 @@ def _drain() -> None:
 
     deadline = time.monotonic() + _READ
     unread = bytearray(4)
-    while time.monotonic() < deadline:
-        try:
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
             fcntl.ioctl(2, termios.FIONREAD, unread)
-        except OSError:
-            return
-        if not any(unread):
-            return
-        time.sleep(0.01)
+            if not any(unread):
+                return
+            time.sleep(0.01)
 
 
 def _report(channel: Channel | None, code: int, text: str, folder: str, under_way: bool) -> None:
@@ -448,21 +441,17 @@ def _abort(code: int) -> None:
     if "PMI_FD" not in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         return
     message = f"cmd=abort exitcode={shell_code(code)}\n"
-    try:
+    with contextlib.suppress(OSError):  # the manager is ending the job already
         os.write(int(os.environ["PMI_FD"]), message.encode())
-    except OSError:
-        return  # The manager is ending the job already.
 
 
 def _send(channel: Channel | None, kind: bytes, *texts: str) -> bool:
     """Send a message to the launcher, if there is one; return whether it was sent."""
-    if channel is None:
-        return False
-    try:
-        channel.send(kind, *(text.encode() for text in texts))
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        if channel is not None:
+            channel.send(kind, *(text.encode() for text in texts))
+            return True
+    return False
 
 
 def _end(code: int) -> None:

@@ -200,14 +200,10 @@ class Server:
             self.wants_end = True
         elif kind == protocol.LEFT:
             self.left.add(rank)
-            self._check_result(rank)
-
-    def _check_result(self, rank: int) -> None:
-        """Note a failure if a rank of `hvdlite.run` has ended without a result."""
-        if self._task and not {rank} & {*self.results, *self.failures}:
-            text = f"rank {rank} ended without a result (os._exit() or the like)"
-            self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))
-            self.wants_end = True
+            if self._task and not {rank} & {*self.results, *self.failures}:
+                text = f"rank {rank} ended without a result (os._exit() or the like)"
+                self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))
+                self.wants_end = True
 
     def _note_exit(self, failure: Failure) -> None:
         self.failures.setdefault(failure.rank, failure)

@@ -25,12 +25,9 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def shared(hosts: Sequence[Host], is_here: bool, starts: int, restarts: int) -> dict[str, str]:
-    """Return the variables that all ranks of a run of the job share.
+    """Return the variables that all ranks of a run of a `Job` share.
 
-    Args:
-        hosts, is_here: see `Job`.
-        starts: how often the job has been started before.
-        restarts: how often it may be started again after a failure.
+    It has been started so often before, and may be restarted so often after failures.
     """
     from hvdlite.launch.hosts import host_key  # which the process around a rank need not load
 

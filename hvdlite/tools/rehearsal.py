@@ -121,7 +121,6 @@ def parse(text: str, ranks: int | None = None) -> list[Fault]:
     """Return the faults that a value of HVDLITE_REHEARSE describes.
 
     Args:
-        text: The value.
         ranks: The number of ranks; None: it does not matter here.
 
     Raises:

@@ -69,14 +69,7 @@ def measure(
     burst: bool,
     limit: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Time sums of float32 in place; collective.
-
-    Args:
-        framework: ``torch`` or ``numpy``: whose interface of hvdlite is called.
-        contenders: names, as in `hvdlite.tools.bench.contenders`.
-        sizes: bytes of the arrays.
-        burst: whether to time many small ones at once, too.
-        limit: arguments of `Limit`.
+    """Time sums of float32 in place, by sizes in bytes; a burst is of many small ones; collective.
 
     Returns:
         A record for each size, and one for the burst.

@@ -104,10 +104,7 @@ class Advice:
 def measure(
     comm: Any, framework: str, contenders: Sequence[str], workload: str, limit: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Time exchanges of one model's gradients; collective.
-
-    Args, and the record: as in `hvdlite.tools.bench.training_ranks`; contenders are `CANDIDATES`.
-    """
+    """Time exchanges of one model's gradients, by `CANDIDATES`' names; collective."""
     title = f"gradients of {WORKLOADS[workload].title} in {framework}"
     say(comm, f"{title} on {count_text(comm.size, 'rank')}")
     runtime.init(comm)

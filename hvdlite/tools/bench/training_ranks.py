@@ -27,14 +27,7 @@ def measure(
     workload: str,
     limit: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Time training steps of one model; collective.
-
-    Args:
-        framework: ``torch`` or ``tensorflow``.
-        contenders: names, as in `hvdlite.tools.bench.contenders`.
-        workload: a name of `WORKLOADS`.
-        limit: arguments of `Limit`.
-    """
+    """Time training steps of one model, a workload by its name; collective."""
     adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
     chosen = WORKLOADS[workload]
     say(comm, f"{framework}: {chosen.title} on {count_text(comm.size, 'rank')}")

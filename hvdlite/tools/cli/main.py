@@ -43,11 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``hvdlite`` and return its exit code.
-
-    Args:
-        argv: the arguments; None: those of this process.
-    """
+    """Run ``hvdlite`` with arguments, or with this process's; return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"]:  # hvdliterun splits its options from those of the command itself
         return launcher.main(words[1:])

@@ -80,11 +80,7 @@ def save(figure: Any, path: str | Path) -> None:
 def speed_over_ranks(
     axes: Any, ranks: Sequence[int], single: float, series: Sequence[Series], unit: str
 ) -> None:
-    """Draw speeds against the ideal line.
-
-    Args:
-        single: the speed of one rank.
-    """
+    """Draw speeds against the ideal line: that many times the single speed of one rank."""
     ideal = [number * single for number in ranks]
     axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
     for label, values, low, high, color in series:
@@ -103,15 +99,11 @@ def over_ranks(axes: Any, ranks: Sequence[int], unit: str) -> None:
     axes.grid(alpha=0.3)
 
 
-# hvdlite bench
+# Of the documents that hvdlite bench writes
 
 
 def allreduce(document: Mapping[str, Any]) -> Any:
-    """Return a figure: times and ratios over size, and the burst; a row for each number of ranks.
-
-    Args:
-        document: what ``hvdlite bench allreduce --json`` writes.
-    """
+    """Draw times and ratios over size, and the burst; a row for each number of ranks."""
     records = document["results"]
     numbers = list(dict.fromkeys(record["ranks"] for record in records))
     single = [record for record in records if record["case"] == "allreduce"]
@@ -164,11 +156,7 @@ def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor
 
 
 def models(document: Mapping[str, Any]) -> Any:
-    """Return a figure: the times of contenders over a line for the first; a panel for each model.
-
-    Args:
-        document: what ``hvdlite bench training --json`` writes, or ``compression``.
-    """
+    """Draw the times of contenders over a line for the first; a panel for each model."""
     records = document["results"]
     numbers = list(dict.fromkeys(record["ranks"] for record in records))
     columns = len(records) // len(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -178,13 +179,10 @@ def find_speed(
 
 
 def _object(line: str) -> dict[str, Any]:
-    if "{" not in line:
-        return {}
-    try:
+    with contextlib.suppress(ValueError):
         value = json.loads(line[line.index("{") :])  # a launcher may prefix the rank
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def _speed(source: str, name: str, value: Any) -> tuple[str, float]:

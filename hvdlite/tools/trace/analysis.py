@@ -212,10 +212,7 @@ class Analysis:
 
 
 def read(path: str) -> Analysis:
-    """Analyse the trace in a file.
-
-    Args:
-        path: of the file; hvdlite's timeline, or Horovod's.
+    """Analyse the trace in a file, hvdlite's timeline or Horovod's.
 
     Raises:
         StartError: the file cannot be read, or no operation is in it.

@@ -22,12 +22,7 @@ _PARTS = ("compute", "exchange", "waiting")
 
 
 def render(document: Mapping[str, Any], detail: Detail) -> str:
-    """Return the page.
-
-    Args:
-        document: the analysis as JSON has it; the page's figures are these.
-        detail: the arrays behind it, for the lanes.
-    """
+    """Return the page: the figures of an analysis as JSON has it, and lanes of its arrays."""
     problem = document["problem"]
     first, last, shown = _window(detail)
     lanes = {
