@@ -40,10 +40,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2267, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2230, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1388,
+        1356,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 505, "horovod"),

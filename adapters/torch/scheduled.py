@@ -103,9 +103,11 @@ class Scheduled(Distributed):
             self._prepare_scaled_step(None)
 
     def _prepare_scaled_step(self, batch_size: int | None) -> NoReturn:
+        own = self._schedule
+        name = "op=hvd.Adasum" if own.is_adasum else f"schedule=hvd.{own.steps.schedule!r}"
         raise RuntimeError(
             "GradScaler leaves out the step of a rank whose gradients overflow, and with "
-            f"{self._schedule.name} the others would wait for it; use torch.autocast with "
+            f"{name} the others would wait for it; use torch.autocast with "
             "bfloat16, which needs no GradScaler, or exchange gradients in every step by "
             "op=hvd.Average"
         )
@@ -129,11 +131,6 @@ class OptimizerSchedule:
         self.weights = TensorWeights(self._parameters, self._moments)
         self._attached: set[int] = set()  # by id; the list keeps them alive
         self._properties = properties_of(self._parameters)
-
-    @property
-    def name(self) -> str:
-        """Return its name for messages."""
-        return "op=hvd.Adasum" if self.is_adasum else f"schedule=hvd.{self.steps.schedule!r}"
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Attach these parameters, too, if they are not yet; the same ones on all ranks."""

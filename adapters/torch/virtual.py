@@ -10,8 +10,8 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -300,7 +300,16 @@ class ModelBuffers:
         self._has_begun = self._is_loaded = False
 
     def _read(self) -> dict[str, _Buffer]:
-        return {} if self._model is None else dict(_read_buffers(self._model))
+        found = {}
+        for path, module in () if self._model is None else self._model.named_modules():
+            for key, tensor in module._buffers.items():
+                name = f"{path}.{key}" if path else key
+                try:
+                    value = None if tensor is None else np.array(to_array(tensor.detach()))
+                except TypeError as error:
+                    raise TypeError(f"the buffer {name!r} of the model: {error}") from None
+                found[name] = _Buffer(module, key, tensor, value)
+        return found
 
     def on_request(self, source: object | None) -> None:
         """Note with what the step begins, when the data of a part are asked for.
@@ -417,17 +426,6 @@ def _states_outside(model: torch.nn.Module | None) -> dict[str, Any]:
         elif isinstance(value, random.Random):
             found[f"the generator {key!r}"] = value.getstate()
     return found
-
-
-def _read_buffers(model: torch.nn.Module) -> Iterator[tuple[str, _Buffer]]:
-    for path, module in model.named_modules():
-        for key, tensor in module._buffers.items():
-            name = f"{path}.{key}" if path else key
-            try:
-                value = None if tensor is None else np.array(to_array(tensor.detach()))
-            except TypeError as error:
-                raise TypeError(f"the buffer {name!r} of the model: {error}") from None
-            yield name, _Buffer(module, key, tensor, value)
 
 
 def _are_equal(before: _Buffer | None, now: _Buffer | None) -> bool:
@@ -550,15 +548,12 @@ class Virtual(Distributed):
         return super()._before_step(args, kwargs)
 
     def _prepare_unscaling(self, enabled: bool) -> None:
-        self._refuse_scaling(enabled)
+        if enabled:
+            self._prepare_scaled_step(None)
         super()._prepare_unscaling(enabled)
 
-    def _prepare_scaled_step(self, batch_size: int | None) -> None:
-        self._refuse_scaling(True)
-
-    def _refuse_scaling(self, enabled: bool) -> None:
-        if enabled:
-            raise ValueError(
-                "a GradScaler cannot be used with virtual ranks: it would be updated for every "
-                "virtual rank; use bfloat16, which needs no scaling"
-            )
+    def _prepare_scaled_step(self, batch_size: int | None) -> NoReturn:
+        raise ValueError(
+            "a GradScaler cannot be used with virtual ranks: it would be updated for every "
+            "virtual rank; use bfloat16, which needs no scaling"
+        )

@@ -63,12 +63,6 @@ def check_unweighted(batch_size: Any) -> None:
         )
 
 
-class _Entry(NamedTuple):
-    parameter: Parameter
-    array: Any
-    write: Callable[[Any], None]
-
-
 class LocalSteps:
     """Counts the steps of a rank, and exchanges weights with the other ranks when due.
 
@@ -252,18 +246,16 @@ class LocalSteps:
         self._agreed = None
 
     def _check_outer(self) -> None:
-        shapes = {parameter.name: parameter.shape for parameter in self.parameters}
+        parameters = {parameter.name: parameter for parameter in self.parameters}
         for kind, name, array in self._outer.arrays():
-            if shapes.get(name) != array.shape:
+            own = parameters.get(name)
+            if own is None or own.shape != array.shape:
+                found = "none of this optimizer's" if own is None else describe(own)
                 raise ValueError(
                     f"the schedule's state has the {kind} of {name!r}, of shape {array.shape}, "
-                    f"and the parameter is {self._describe(name)}; load the state that was saved "
-                    "with this model, under the same names"
+                    f"and the parameter is {found}; load the state that was saved with this "
+                    "model, under the same names"
                 )
-
-    def _describe(self, name: str) -> str:
-        own = [each for each in self.parameters if each.name == name]
-        return describe(own[0]) if own else "none of this optimizer's"
 
     def _is_idle(self, engine: Engine) -> bool:
         """Return whether all exchanges would leave the weights unchanged."""
@@ -295,16 +287,17 @@ class LocalSteps:
     def _average(
         self, numbers: Sequence[int], weights: Weights, strategy: Strategy, momentum: bool
     ) -> None:
-        entries = []
+        parameters, entries = list[Parameter](), list[Moment]()
         for number in numbers:
             parameter = self.parameters[number]
-            array = weights.read(number)
-            entries.append(_Entry(parameter, array, _writer(weights, number)))
+            parameters.append(parameter)
+            write = partial(weights.write, number)
+            entries.append(Moment(parameter.name, weights.read(number), write))
             for moment in weights.moments(number) if momentum else ():
                 name = f"{parameter.name}: {moment.name}"
-                described = Parameter(name, moment.array.shape, moment.array.dtype)
-                entries.append(_Entry(described, moment.array, moment.write))
-        exchange = self._connect([entry.parameter for entry in entries], strategy, _AVERAGE)
+                parameters.append(Parameter(name, moment.array.shape, moment.array.dtype))
+                entries.append(moment)
+        exchange = self._connect(parameters, strategy, _AVERAGE)
         # One sample per rank: ranks that have joined have none, and are left out.
         exchange.exchange(lambda number: entries[number].array, samples=1)
         slots = map(exchange.result_slot, range(len(entries)))
@@ -377,7 +370,3 @@ class LocalSteps:
                 engine, self.label, parameters, strategy, reduction, state=self._state
             )
         return exchanges[key]
-
-
-def _writer(weights: Weights, number: int) -> Callable[[Any], None]:
-    return lambda array: weights.write(number, array)

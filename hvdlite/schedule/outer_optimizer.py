@@ -30,11 +30,7 @@ class OuterOptimizer:
         self._spare: dict[str, Any] = {}  # arrays of former anchors, to be reused
 
     def set_anchors(self, names: Sequence[str], read: Callable[[int], Any]) -> None:
-        """Store weights as their anchors, all or none, except those that have one already.
-
-        Args:
-            read: returns a weight by its position in ``names``.
-        """
+        """Store weights, read by position, as anchors, all or none; those that have one keep it."""
         anchors = {}
         for position, name in enumerate(names):
             if name not in self.anchors:
@@ -56,11 +52,7 @@ class OuterOptimizer:
         return np.asarray(self.anchors[name] - weight)
 
     def step(self, name: str, gradient: Any) -> Any:
-        """Remove the anchor of a weight, and return the new weight.
-
-        Args:
-            gradient: the outer gradient of all ranks; overwritten.
-        """
+        """Remove a weight's anchor, and return the new weight; overwrite the outer gradient."""
         anchor = self._spare[name] = self.anchors.pop(name)
         dtype = _wide(anchor.dtype)
         change = gradient.astype(dtype, copy=False)

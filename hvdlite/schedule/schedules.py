@@ -148,13 +148,9 @@ class PartialSync(LocalSchedule):
             check_count("bytes", self.bytes)
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
-        parts = self._partition(tuple(parameter.nbytes for parameter in parameters))
+        sizes = tuple(parameter.nbytes for parameter in parameters)
+        parts = partition(sizes, self.parts or ceil(sum(sizes) / (self.bytes or 1)))
         return parts[(steps - 1) % len(parts)] if parts else ()
-
-    def _partition(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        if self.bytes is None:
-            return partition(sizes, self.parts or 1)
-        return partition(sizes, ceil(sum(sizes) / self.bytes))
 
     def __repr__(self) -> str:
         size = f"parts={self.parts}" if self.bytes is None else f"bytes={self.bytes}"
@@ -165,14 +161,8 @@ class PartialSync(LocalSchedule):
 def partition(sizes: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
     """Partition items into parts of about equal size: largest first, each to the smallest part.
 
-    The largest part exceeds the smallest by the largest item at most (Graham 1969).
-
-    Args:
-        sizes: of the items.
-        parts: number of parts; reduced to the number of items if that is smaller.
-
-    Returns:
-        For each part the positions of its items in ``sizes``, ascending; no part is empty.
+    The largest part exceeds the smallest by the largest item at most (Graham 1969). No part is
+    empty: if there are fewer items, there are fewer parts. Returned are the items' positions.
     """
     parts = min(max(parts, 1), len(sizes))
     members: list[list[int]] = [[] for _ in range(parts)]

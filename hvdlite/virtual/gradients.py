@@ -342,12 +342,9 @@ class VirtualExchange:
             GradientError: nobody has that of a virtual rank; on all processes.
         """
         last = max(each.exchanges for each in reports)
+        newest = {n: each.states for n, each in enumerate(reports) if each.exchanges == last}
         holders = {
-            rank: [
-                process
-                for process, each in enumerate(reports)
-                if each.exchanges == last and rank in each.states
-            ]
+            rank: [process for process, states in newest.items() if rank in states]
             for rank in range(self.size)
         }
         lost = [rank for rank, processes in holders.items() if not processes]
@@ -451,7 +448,9 @@ class _Exchange(Operation):
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
         owner = self._owner
-        reports = self._gather_reports(transport)
+        replica = b"" if self._snapshot is None else self._snapshot.digest
+        own = _Report(owner.parts, owner.holdings, replica, owner.start.digest)
+        reports = [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
         done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(owner.size)) - set(itertools.chain(*done)))
         if missing:
@@ -502,12 +501,6 @@ class _Exchange(Operation):
         first = len(owner.parameters)
         axes = {number: each for part in parts for number, each in part.axes.items()}
         return Outcome(None, averages[:first], averages[first:], axes)
-
-    def _gather_reports(self, transport: Transport) -> list[_Report]:
-        owner = self._owner
-        replica = b"" if self._snapshot is None else self._snapshot.digest
-        own = _Report(owner.parts, owner.holdings, replica, owner.start.digest)
-        return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
     def _move_states(self, transport: Transport, reports: Sequence[_Report]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""

@@ -263,14 +263,9 @@ def turns_of(size: int) -> Turns:
 
 
 def distribute(missing: Sequence[int], done: Sequence[Collection[int]]) -> Mapping[int, list[int]]:
-    """Distribute parts that nobody has computed: each to the process with the fewest so far.
+    """Return the missing parts that each process has to compute, given what each has done.
 
-    Args:
-        missing: The virtual ranks.
-        done: For each process those that it has computed.
-
-    Returns:
-        The virtual ranks that each process has to compute in addition.
+    Each goes to the process with the fewest so far.
     """
     loads = [len(each) for each in done]
     added: dict[int, list[int]] = {process: [] for process in range(len(done))}

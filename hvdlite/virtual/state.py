@@ -78,11 +78,7 @@ class VirtualState:
                 f"lost for {exchange.size}",
                 stacklevel=4,
             )
-        exchange.load(
-            int(given["exchanges"]) if size == exchange.size else 0,
-            states,
-            is_own,
-        )
+        exchange.load(int(given["exchanges"]) if size == exchange.size else 0, states, is_own)
 
     def consolidate(self, process_set: ProcessSet) -> None:
         """Give every process what the compression remembers of all virtual ranks; collective.

@@ -10,7 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,15 +23,12 @@ from hvdlite.transport.transport import OnWait, Transport
 
 #: A part of the tree: its first leaf, and the one after its last.
 Node = tuple[int, int]
+# A collective that a virtual rank has come to, and its arguments.
+_Call = tuple[str, tuple[Any, ...]]
 
 
 def largest_nodes(leaves: Collection[int], first: int, stop: int) -> list[Node]:
-    """Return the largest parts of a tree all of whose leaves are given, from left to right.
-
-    Args:
-        first: the tree's first leaf.
-        stop: the one after its last.
-    """
+    """Return the largest parts of a tree all of whose leaves are given, from left to right."""
     present = sum(leaf in leaves for leaf in range(first, stop))
     if present in (0, stop - first):
         return [(first, stop)] if present else []
@@ -42,10 +39,7 @@ def largest_nodes(leaves: Collection[int], first: int, stop: int) -> list[Node]:
 def add_up(parts: Mapping[Node, Any], first: int, stop: int) -> Any:
     """Return the sum over a tree's leaves, of which some parts have been added up already.
 
-    Whoever adds up the same leaves gets the same bits, whichever parts are given.
-
-    Args:
-        parts: arrays by node; they are left as they are.
+    Whoever adds up the same leaves gets the same bits, whichever parts are given; these stay.
     """
     if (first, stop) in parts:
         return parts[first, stop]
@@ -53,13 +47,6 @@ def add_up(parts: Mapping[Node, Any], first: int, stop: int) -> Any:
     left, right = add_up(parts, first, middle), add_up(parts, middle, stop)
     # The sum of a part that has not been given is an array of its own.
     return np.add(left, right, out=None if (first, middle) in parts else left)
-
-
-class _Call(NamedTuple):
-    """A collective that a virtual rank has come to."""
-
-    method: str
-    arguments: tuple[Any, ...]
 
 
 class VirtualRanks:
@@ -140,10 +127,9 @@ class VirtualRanks:
 
     def call(self, position: int, method: str, *arguments: Any) -> Any:
         """Run a collective together with this process's other virtual ranks; return its result."""
-        call = _Call(method, arguments)
         if len(self.own) == 1:
-            return self._perform([call])[0]
-        self._hand_over(position, call)
+            return self._perform([(method, arguments)])[0]
+        self._hand_over(position, (method, arguments))
         self._wait_for_turn(position)
         return self._answers[position]
 
@@ -172,18 +158,16 @@ class VirtualRanks:
             self._turn.notify_all()
 
     def _perform(self, calls: Sequence[_Call | None]) -> list[Any]:
-        methods = {call.method if call else "the end" for call in calls}
-        if len(methods) > 1:
-            found = ", ".join(
-                f"{call.method if call else 'the end'} ({rank})"
-                for rank, call in zip(self.own, calls, strict=True)
-            )
+        methods = [call[0] if call else "the end" for call in calls]
+        if len({*methods}) > 1:
+            pairs = zip(methods, self.own, strict=True)
+            found = ", ".join(f"{method} ({rank})" for method, rank in pairs)
             raise HorovodInternalError(
                 f"the virtual ranks of process {self.transport.rank} do not run the same "
                 f"collectives: {found}"
             )
-        arguments = [call.arguments for call in calls if call]
-        results: list[Any] = getattr(self, "_" + methods.pop())(arguments)
+        arguments = [call[1] for call in calls if call]
+        results: list[Any] = getattr(self, f"_{methods[0]}")(arguments)
         return results
 
     def _gather(self, arguments: Sequence[tuple[bytes]]) -> list[Any]:
