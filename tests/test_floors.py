@@ -29,14 +29,14 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3820, "engine"),
     "compression": (5, 2905, "compression"),
     "collectives": (6, 1993, "collectives"),
-    "gradients": (7, 3151, "gradients"),
-    "recipe": (7, 2423, "recipe"),
+    "gradients": (7, 3133, "gradients"),
+    "recipe": (7, 2419, "recipe"),
     "torch": (8, 5776, "torch"),
-    "tensorflow": (8, 3090, "tensorflow"),
+    "tensorflow": (8, 3088, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2791,
+        2769,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

@@ -101,6 +101,9 @@ class GradientAllreduce:
             raise NotImplementedError(
                 "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
+        state = self.state if self.strategy.stateful else None
+        if self.strategy.stateful and state is None:
+            state = exchange_state(sources).state
         spec = ExchangeSpec(
             numbered(self.label, self.process_set),
             parameters_of(sources),
@@ -108,7 +111,7 @@ class GradientAllreduce:
             self.strategy,
             self.reduction,
             self.process_set,
-            self._state_of(sources),
+            state,
         )
         dense = {
             number: gradient
@@ -145,11 +148,6 @@ class GradientAllreduce:
             values = self.divide_by_size(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(set_size(self.process_set), gradient.dtype)
-
-    def _state_of(self, sources: Sequence[Any]) -> StrategyState | None:
-        if not self.strategy.stateful:
-            return None
-        return exchange_state(sources).state if self.state is None else self.state
 
 
 # For each graph, the comparisons that it makes.

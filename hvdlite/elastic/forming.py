@@ -140,8 +140,7 @@ def _goes_on(MPI: Any, comm: Any) -> bool:  # noqa: N803
     if "Open MPI" in MPI.Get_library_version():
         # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
         return os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")
-    try:
+    with suppress(MPI.Exception, NotImplementedError):
         comm.Get_failed()
-    except (MPI.Exception, NotImplementedError):
-        return False
-    return True
+        return True
+    return False

@@ -194,7 +194,8 @@ class _Attempts:
         self._failures = self._failures + 1 if self._state.commits == self._commits else 1
         self._commits = self._state.commits
         self._state.restore()
-        return _Report(_brief(error), self._failures, False)
+        named = _NAMED.search(str(error))  # without the text that a framework has put around it
+        return _Report(named[1] if named else str(error), self._failures, False)
 
     def _learn(
         self, all_reports: list[_Report | None], failure: HorovodInternalError | None
@@ -220,9 +221,3 @@ class _Attempts:
             ) from failure
         if world.rank() == 0:
             _log.warning("training failed and goes on from the last commit (%s)", reasons)
-
-
-def _brief(error: HorovodInternalError) -> str:
-    """Return the error's message without the text that a framework has put around it."""
-    named = _NAMED.search(str(error))
-    return named[1] if named else str(error)

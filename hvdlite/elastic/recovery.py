@@ -273,13 +273,8 @@ class Recovery(Supervisor):
                 )
             if waited > reported and not self._settings.stall_check_disable:
                 reported += self._settings.stall_check_time_seconds
-                _log.warning(
-                    "rank %d: %s; waited %.0f s for %s",
-                    rank,
-                    self._reason,
-                    waited,
-                    ranks_text(missing),
-                )
+                found = rank, self._reason, waited, ranks_text(missing)
+                _log.warning("rank %d: %s; waited %.0f s for %s", *found)
 
         def watch_coming(missing: Sequence[int]) -> None:
             run_overdue()
@@ -476,12 +471,9 @@ class _Attempt:
 
 
 def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:
-    """Return whether a rank delivers its outcome in doubt.
+    """Return whether a rank delivers its outcome in doubt, by its lane's states on all ranks.
 
-    Args:
-        own: The state of its lane.
-        states: The states of that lane on all ranks. Their numbers of confirmed outcomes differ by
-            one at most.
+    Their numbers of confirmed outcomes differ by one at most.
     """
     newest = max(state.confirmed for state in states)
     # A rank has confirmed one more, so all have that outcome; or all report that they have it.

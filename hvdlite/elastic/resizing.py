@@ -29,20 +29,21 @@ class Launcher:
     """The connection to hvdliterun.
 
     Attributes:
+        channel: once it is closed, no more changes are heard of.
         wants_stop: whether this rank has been asked to stop at its next commit.
     """
 
     def __init__(self, address: str) -> None:
         self.wants_stop = False
-        self._channel = protocol.connect(address, protocol.rank_here(), os.environ)
+        self.channel = protocol.connect(address, protocol.rank_here(), os.environ)
         self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="hvdlite resizing", daemon=True).start()
-        self._channel.send(protocol.WATCH)
+        self.channel.send(protocol.WATCH)
 
     def ask(self, kind: bytes, *parts: bytes) -> bytes:
         """Send a message, and return the answer."""
         try:
-            self._channel.send(kind, *parts)
+            self.channel.send(kind, *parts)
             answer = self._answers.get(timeout=_SECONDS_TO_ANSWER)
             if isinstance(answer, OSError):
                 raise answer
@@ -53,14 +54,10 @@ class Launcher:
             ) from error
         return b"".join(answer)
 
-    def close(self) -> None:
-        """Hear of no more changes."""
-        self._channel.close()
-
     def _listen(self) -> None:
         while True:
             try:
-                kind, parts = self._channel.receive()
+                kind, parts = self.channel.receive()
             except OSError as error:
                 self._answers.put(error)
                 return
@@ -95,7 +92,7 @@ def disconnect() -> None:
     global _launcher, _ended
     _ended = True
     if _launcher is not None:
-        _launcher.close()
+        _launcher.channel.close()
         _launcher = None
 
 

@@ -34,11 +34,7 @@ _SECONDS_TO_END = 5.0
 
 
 def check(settings: Settings, processes: int) -> None:
-    """Refuse a number of spares that a job cannot have.
-
-    Args:
-        settings: Those of this process.
-        processes: The number of all processes.
+    """Refuse a number of spares that a job of so many processes cannot have.
 
     Raises:
         SettingsError: There is no rank beside the spares, or nothing that brings them in.

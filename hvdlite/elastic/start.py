@@ -175,8 +175,7 @@ def _with_ranks(
 ) -> Iterator[ProcessSet]:
     """Yield process sets with the ranks that they have in the world that has been formed.
 
-    Args:
-        process_sets: Those of the script; a spare's does not know of all that there are by now.
+    The script of a spare does not know of all that there are by now.
     """
     sets: Iterable[list[int] | None] = next((each.sets for each in messages if each), ())
     new_ranks = {each.rank: new for new, each in enumerate(messages) if each}

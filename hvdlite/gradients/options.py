@@ -129,7 +129,15 @@ def check_exchange(
         TypeError: an argument is of another type.
         ValueError: the arguments exclude each other, or there is no preset of this name.
     """
-    preset = _named(compression) if isinstance(compression, str) else compression
+    preset: Any = compression
+    if isinstance(compression, str):
+        known = presets()
+        if compression not in known:
+            raise ValueError(
+                f"compression={compression!r} is no compression; use one of hvd.Compression, such "
+                f"as hvd.Compression.fp16, or a name that hvd.singa takes: {', '.join(known)}"
+            )
+        preset = known[compression]()
     if isinstance(preset, Preset):
         if preset.schedule is not None and schedule is not None:
             raise ValueError(
@@ -147,13 +155,3 @@ def check_exchange(
             "hvd.Schedule.LocalSGD(every=8)"
         )
     return strategy, *schedule.check(strategy, reduction, passes, sparse_as_dense)
-
-
-def _named(compression: str) -> Preset:
-    known = presets()
-    if compression not in known:
-        raise ValueError(
-            f"compression={compression!r} is no compression; use one of hvd.Compression, such as "
-            f"hvd.Compression.fp16, or a name that hvd.singa takes: {', '.join(known)}"
-        )
-    return known[compression]()

@@ -65,12 +65,7 @@ def weight_label(name: str) -> str:
 
 
 def state_label(key: str, name: str = "") -> str:
-    """Return the label of an array of an optimizer's state.
-
-    Args:
-        key: what it is: "momentum_buffer", "iterations".
-        name: of the weight that it belongs to; empty: none.
-    """
+    """Return the label of an array of an optimizer's state, of a weight by its name or of none."""
     return f"the optimizer's {key} of {name!r}" if name else f"the optimizer's {key}"
 
 
@@ -226,12 +221,7 @@ class ReplicaCheck:
         self._until_all, self._rolls = self._every, False
 
     def equal_since(self, label: str | None, element: int) -> int:
-        """Return the last step in which all ranks had the same; 0: never.
-
-        Args:
-            label: of an array; None: the options.
-            element: its number in the array.
-        """
+        """Return the last step in which an element (None: the options) was equal; 0: never."""
         return self._equal_options if label is None else self.rotation.equal_since(label, element)
 
 
@@ -282,10 +272,8 @@ class Rotation:
         for label, find in values:
             array = find()
             if array is not None:
-                shape, dtype = array.shape, array.dtype
-                self._entries.append(
-                    _Entry(label, find, shape, dtype, array.itemsize, math.prod(shape))
-                )
+                shape, sizes = array.shape, (array.itemsize, math.prod(array.shape))
+                self._entries.append(_Entry(label, find, shape, array.dtype, *sizes))
         self._to_array = to_array
         self._stride = stride
         # An array's elements come after its overhead, on an axis of costs.
@@ -313,11 +301,7 @@ class Rotation:
             self._known = {**before._known, **since}
 
     def digest(self, position: int) -> bytes:
-        """Return 8 bytes that stand for the arrays' shapes, and the values of one slice.
-
-        Args:
-            position: in the rotation; `_FULL`: all slices.
-        """
+        """Return 8 bytes that stand for the arrays' shapes, and one slice's values, or all's."""
         checksum = 0
         for entry, start, stop in self._parts(position):
             checksum = _checksum(entry.read(start, stop, self._to_array), checksum)

@@ -92,7 +92,6 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
     """Return the structure and the arrays of a file, hvdlite's or another program's.
 
     Args:
-        file: open for reading, at its beginning.
         tensor_key: of the dicts that mark an array as a tensor, for files of other programs.
 
     Raises:

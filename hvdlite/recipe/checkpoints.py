@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -331,7 +331,12 @@ def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
     """
     outcome = None
     while outcome is None:
-        own = _outcome(action) if world.rank() == 0 else None
+        own: tuple[Any, Exception | None] | None = None
+        if world.rank() == 0:
+            try:
+                own = action(), None
+            except Exception as error:  # the other ranks wait
+                own = None, error
         # Not a broadcast, which is lost with its root. A rank that comes after the death may have
         # run the action already, as the new rank 0; else no rank has, and all of them see that.
         gathered = collectives.allgather_object(own, name=name)
@@ -339,15 +344,7 @@ def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
     result, failure = outcome
     if failure is not None:
         raise failure
-    return result  # type: ignore[return-value]
-
-
-def _outcome(action: Callable[[], _Result]) -> tuple[_Result | None, Exception | None]:
-    """Return the result of an action or its error, for which the other ranks wait."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
+    return cast(_Result, result)
 
 
 @contextmanager
