@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2230, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1356,
+        1359,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 505, "horovod"),

@@ -27,7 +27,7 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 def shared(hosts: Sequence[Host], is_here: bool, starts: int, restarts: int) -> dict[str, str]:
     """Return the variables that all ranks of a run of a `Job` share.
 
-    It has been started so often before, and may be restarted so often after failures.
+    ``starts`` counts the runs before, ``restarts`` those that may follow after failures.
     """
     from hvdlite.launch.hosts import host_key  # which the process around a rank need not load
 

@@ -162,7 +162,10 @@ def partition(sizes: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]
     """Partition items into parts of about equal size: largest first, each to the smallest part.
 
     The largest part exceeds the smallest by the largest item at most (Graham 1969). No part is
-    empty: if there are fewer items, there are fewer parts. Returned are the items' positions.
+    empty: if there are fewer items, there are fewer parts.
+
+    Returns:
+        For each part the positions of its items, ascending.
     """
     parts = min(max(parts, 1), len(sizes))
     members: list[list[int]] = [[] for _ in range(parts)]
