@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
 from hvdlite.torch import c10d, distributed
+from tests.compression.strategies import ONE_OF_EACH
 from tests.torch.test_collectives import DTYPES
 
 Op = dist.ReduceOp
@@ -639,6 +640,19 @@ def test_hook_sends_what_the_optimizer_sends(size):
         mine = found.clone()
         dist.broadcast(mine, 0)
         assert torch.equal(mine, found), name
+
+
+@ranks(2)
+@grouped
+def test_hook_takes_every_strategy(size):
+    for strategy in ONE_OF_EACH:
+        model = DistributedDataParallel(Net(), bucket_cap_mb=1e-2)
+        model.register_comm_hook(hvd.comm_hook_state(strategy), hvd.comm_hook)
+        train(model, model.parameters(), rank=dist.get_rank())
+        found = weights_of(model)
+        dist.broadcast(mine := found.clone(), 0)
+        assert torch.equal(mine, found), strategy
+        assert torch.isfinite(found).all(), strategy
 
 
 @ranks(2)
