@@ -22,16 +22,16 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
-    "base": (1, 1633, "base errors version"),
+    "base": (1, 1569, "base errors version"),
     "world": (2, 773, "world"),
     "observe": (2, 1297, "observe"),
-    "transport": (3, 3901, "transport"),
+    "transport": (3, 3898, "transport"),
     "engine": (4, 3820, "engine"),
     "compression": (5, 2905, "compression"),
     "collectives": (6, 1993, "collectives"),
     "gradients": (7, 3133, "gradients"),
     "recipe": (7, 2419, "recipe"),
-    "torch": (8, 5776, "torch"),
+    "torch": (8, 5783, "torch"),
     "tensorflow": (8, 3088, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

@@ -83,6 +83,7 @@ def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bo
     found: Any = c10d._get_default_group() if group is None else group
     if getattr(found, "name", str)() != NAME:
         return _of_gloo(group, timeout, wait_all_ranks)
+    found.check_open()
     seconds = getattr(timeout, "total_seconds", lambda: timeout or found.timeout)()
     rank, ids, store = found.rank(), found.engine.world.ids, found.store
     found.barriers += 1

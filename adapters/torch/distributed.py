@@ -34,8 +34,8 @@ from hvdlite.torch import c10d
 from hvdlite.torch.c10d import NAME
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.sparse import sparse_allreduce_async
-from hvdlite.torch.tensors import is_plain, share, to_array, to_tensor_like
-from hvdlite.torch.work import EndOfBackward, Work, is_in_backward
+from hvdlite.torch.tensors import is_plain, share, to_array
+from hvdlite.torch.work import EndOfBackward, Work, is_in_backward, write
 from hvdlite.world import world
 
 _Base: Any = dist.ProcessGroup
@@ -63,7 +63,7 @@ def _counted(call: Callable[..., Work]) -> Any:
     @wraps(call)
     def counted(self: ProcessGroup, *arguments: Any, **named: Any) -> Work:
         self.calls += 1
-        self.check()
+        self.check_open()
         return call(self, *arguments, **named)
 
     return untraced(counted)
@@ -82,25 +82,23 @@ class ProcessGroup(_Base):
     """
 
     supports_coalescing = supports_splitting = False
-    _device_types = (torch.device("cpu"),)
-    _name = _desc = ""
+    _device_types, _name, _desc = (torch.device("cpu"),), "", ""
     _last: Handle
 
     def __init__(self, ranks: Sequence[int], timeout: float, store: Any) -> None:
         super().__init__([*ranks].index(world.rank()), len(ranks))
         self.timeout, self.store, self.barriers = timeout, store, 0
         self._set, self.engine = global_process_set, runtime.engine()
-        self._size, self._survives = len(ranks), False
+        self._size, self._survives, self.calls = len(ranks), False, 0
         if self._size < world.size() or not self.engine.supervisor.survives:
             self._set = ProcessSet(ranks)
             self.engine = runtime.process_sets().add_among_members(
                 self._set, stall_shutdown_time_seconds=timeout, cycle_time=0.0
             )
         self._kept: deque[Work] = deque(maxlen=_KEPT)
-        self.label = "" if len(ranks) == world.size() else f" of {ranks_text(ranks)}"
-        self.calls = 0
-        self._end = EndOfBackward() if self.engine.settings.overlap == "0" else None
         self._seen: dict[int, tuple[int, int]] = {}
+        self.label = "" if len(ranks) == world.size() else f" of {ranks_text(ranks)}"
+        self._end = EndOfBackward() if self.engine.settings.overlap == "0" else None
 
     def survive(self) -> None:
         """Go on without ranks that die: all ranks have the whole model, as with DDP."""
@@ -113,6 +111,12 @@ class ProcessGroup(_Base):
                 f"rank {self.engine.world.id}: a rank of this group has died, with what it had; "
                 "only DDP with hvd.comm_hook goes on: start again from a checkpoint"
             )
+
+    def check_open(self) -> None:
+        """Raise if the group has been destroyed, or `check` does."""
+        if self.store is None:
+            raise RuntimeError(f"rank {world.rank()}: the group{self.label} has been destroyed")
+        self.check()
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
         """Return the number of ranks, without those that have died."""
@@ -155,6 +159,9 @@ class ProcessGroup(_Base):
         """Close the group."""
         if self._set.process_set_id and world.is_initialized():
             runtime.process_sets().remove(self._set)
+        # Free the store now: it has a thread, which a forked child must not find in its garbage.
+        self.store = None
+        self._kept.clear()
 
     abort = shutdown
 
@@ -183,7 +190,7 @@ class ProcessGroup(_Base):
         out = _together(outputs, what)
         handle = self._submit(what, lambda name: describe(name, out), opts)
         is_there = len(outputs) == 1 and is_plain(outputs[0])
-        settle = None if is_there else partial(_write, outputs, out)
+        settle = None if is_there else partial(write, outputs, out)
         return Work(self, [handle], outputs, settle, what)
 
     def _all(self, works: Sequence[Work]) -> Work:
@@ -192,7 +199,7 @@ class ProcessGroup(_Base):
         return Work(self, handles, tensors, lambda: [*map(Work.settle, works)])
 
     def _id(self, rank: int) -> int:
-        self.check()
+        self.check_open()
         ids = self.engine.world.ids
         if not 0 <= rank < len(ids):
             raise ValueError(f"rank {rank} is not in a group of {len(ids)} ranks{self.label}")
@@ -200,11 +207,9 @@ class ProcessGroup(_Base):
 
     def _check_count(self, tensors: Tensors, what: str) -> list[int]:
         """Return the number of elements for each rank."""
-        if len(tensors) != self.getSize():
-            raise ValueError(
-                f"{what} takes a tensor for each of the {self.getSize()} ranks; found "
-                f"{len(tensors)}"
-            )
+        size, found = self.getSize(), len(tensors)
+        if found != size:
+            raise ValueError(f"{what} takes a tensor for each of the {size} ranks; found {found}")
         return [tensor.numel() for tensor in tensors]
 
     @_counted
@@ -419,7 +424,7 @@ class ProcessGroup(_Base):
         """Receive a tensor from a rank; None: any."""
         self._id(src or 0)
         array = _array(tensors[0], "recv")
-        settle = None if is_plain(tensors[0]) else partial(_write, tensors, array)
+        settle = None if is_plain(tensors[0]) else partial(write, tensors, array)
         return Work(self, [receive(self.engine, array, src, tag)], tensors, settle)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
@@ -453,16 +458,6 @@ def _together(tensors: Tensors, what: str) -> Any:
     if len(tensors) == 1:
         return _array(tensors[0], what)
     return _array(torch.cat([each.detach().reshape(-1) for each in tensors]), what)
-
-
-def _write(tensors: Tensors, array: Any) -> None:
-    """Copy a flat array to tensors, one after the other."""
-    sizes = [tensor.numel() for tensor in tensors]
-    with torch.no_grad():
-        for tensor, part in zip(
-            tensors, to_tensor_like(array, tensors[0]).split(sizes), strict=True
-        ):
-            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _check_part(part: Any, whole: Any, size: int, what: str) -> None:

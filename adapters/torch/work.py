@@ -15,6 +15,7 @@ from hvdlite.collectives.point_to_point import Transfer
 from hvdlite.engine import Handle
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.dynamo import untraced_methods
+from hvdlite.torch.tensors import to_tensor_like
 from hvdlite.world import world
 
 
@@ -212,3 +213,13 @@ class Work(dist.Work):
         if not self.handles:
             end()
         return future
+
+
+def write(tensors: Sequence[torch.Tensor], array: Any) -> None:
+    """Copy a flat array to tensors, one after the other."""
+    sizes = [tensor.numel() for tensor in tensors]
+    with torch.no_grad():
+        for tensor, part in zip(
+            tensors, to_tensor_like(array, tensors[0]).split(sizes), strict=True
+        ):
+            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))

@@ -11,7 +11,7 @@ processor's own instructions, as numpy does not, is faster still: see `use`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,6 @@ _INFINITE, _NEGATIVE_INFINITE = 0x7C00, 0xFC00
 _FRACTION_SHIFT = _constant(13, np.int32)
 _SIGN_AND_MAGNITUDE = _constant(0x8FFFE000, np.int32)
 _BIAS = _constant(2.0**112, np.float32)
-_LAST_BIT_AND_SIGNS = _constant(0x90000001, np.int32)
-_BELOW_HALF = _constant(0xFFF, np.int32)
-_TOO_LARGE = _constant(2.0 ** (16 - 112), np.float32)
-# At the scale of 2**-112 a sum is a multiple of 2**-136, and float32 holds multiples of 2**-149.
-_LARGEST_DIVISOR = 2**13
 _SUBNORMAL = 5e-324
 
 # Of the upper halves of float32.
@@ -156,41 +151,6 @@ def narrow(values: Any, out: Any) -> None:
         _narrow(values[piece], out[piece])
 
 
-def add_float16(parts: Sequence[Any], divisor: int, out: Any) -> bool:
-    """Write a sum divided by a power of two, faster than with `widen`, `accumulate` and `narrow`.
-
-    The bits of a float16, at their positions in a float32, stand for its value times 2**-112, and
-    can be added at that scale: subnormal values are multiples of 2**-24 * 2**-112 there, and exact.
-    Rounding is the same shift for all numbers, subnormal or not.
-
-    Args:
-        parts: flat, float16, of the same size, `PIECE` at most; read only.
-        divisor: of their sum, which is accumulated in float32 in the order given.
-        out: float16; it may be one of the parts.
-
-    Returns:
-        False: nothing was written, because it does not pay or apply: few or infinite numbers, NaN,
-        a sum out of range, a divisor that is not a power of two or that would lose bits.
-    """
-    size = out.size
-    divides_exactly = divisor & (divisor - 1) == 0 and divisor <= _LARGEST_DIVISOR
-    if size < _FEW or not divides_exactly or _flushes_subnormals():
-        return False
-    if not all(map(_is_finite, parts)):
-        return False
-    total, other = _scratch.total[:size], _scratch.words[:size].view(np.float32)
-    _place(parts[0], total)
-    for part in parts[1:]:
-        _place(part, other)
-        np.add(total, other, out=total)
-    if divisor > 1:
-        np.multiply(total, np.float32(1.0 / divisor), out=total)
-    if len(parts) > divisor and not _is_below(total, _TOO_LARGE):
-        return False
-    _round(total.view(np.int32), other.view(np.int32), out.view(np.uint16))
-    return True
-
-
 def _flushes_subnormals() -> bool:
     """Return whether this thread treats subnormal numbers as 0, as frameworks may set it."""
     return _SUBNORMAL * 2.0**100 == 0.0
@@ -203,43 +163,19 @@ def _is_finite(values: Any) -> bool:
     return bool(greatest < _INFINITE and lowest < _NEGATIVE_INFINITE)
 
 
-def _is_below(values: Any, limit: Any) -> bool:
-    return bool(np.maximum.reduce(values) < limit and np.minimum.reduce(values) > -limit)
+def _widen(values: Any, out: Any) -> None:
+    """Shift the bits to their positions, and correct the bias of the exponent by a multiplication.
 
-
-def _place(values: Any, out: Any) -> None:
-    """Shift the bits of finite float16 to their positions in float32."""
+    A subnormal float16 is a subnormal float32 before the multiplication, and a normal one after it.
+    """
+    if not _is_finite(values):
+        np.copyto(out, values)
+        return
     words = out.view(np.int32)
     np.copyto(words, values.view(np.int16))
     np.left_shift(words, _FRACTION_SHIFT, out=words)
     np.bitwise_and(words, _SIGN_AND_MAGNITUDE, out=words)
-
-
-def _widen(values: Any, out: Any) -> None:
-    """Place the bits, and correct the bias of their exponent by a multiplication.
-
-    A subnormal float16 is a subnormal float32 before the multiplication, and a normal one after it.
-    """
-    if _is_finite(values):
-        _place(values, out)
-        np.multiply(out, _BIAS, out=out)
-    else:
-        np.copyto(out, values)
-
-
-def _round(words: Any, last: Any, out: Any) -> None:
-    """Round numbers at the scale of placed bits to float16.
-
-    Half of the last place is added, minus one unit if the number is even. The shift for that
-    leaves copies of the sign on top; two of them, added too, carry the sign from bit 31 to bit 28,
-    where a placed float16 has it.
-    """
-    np.right_shift(words, _FRACTION_SHIFT, out=last)
-    np.bitwise_and(last, _LAST_BIT_AND_SIGNS, out=last)
-    np.add(words, last, out=words)
-    np.add(words, _BELOW_HALF, out=words)
-    np.right_shift(words, _FRACTION_SHIFT, out=words)
-    np.copyto(out, words, casting="unsafe")
+    np.multiply(out, _BIAS, out=out)
 
 
 def _narrow(values: Any, out: Any) -> None:

@@ -125,9 +125,6 @@ def _in_float32(op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any
 
 
 def _reduce_float16(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
-    is_sum = result.dtype == np.float16 and op is ReduceOp.SUM and scaling.factor == 1.0
-    if is_sum and float16.add_float16(parts, scaling.divisor, result):
-        return
     total = combine(parts, op, float16.scratch(result.size))
     float16.narrow(scaling.apply(total), result)
 

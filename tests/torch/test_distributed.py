@@ -4,8 +4,10 @@ Expected values are closed forms, or numpy's in float64; models are compared wit
 """
 
 import datetime
+import gc
 import operator
 import time
+import weakref
 from functools import reduce, wraps
 
 import numpy as np
@@ -368,8 +370,8 @@ def test_mistakes_of_a_rank_are_named_at_once(size):
     dist.broadcast(eighths, 0)
     with pytest.raises(TypeError, match="float8"):
         dist.reduce(eighths, 0)
-    dist.barrier()
     assert dist.get_rank() == 0 or not work.is_completed()
+    dist.barrier()
 
 
 @ranks(2)
@@ -412,7 +414,25 @@ def test_destroyed_and_initialised_again(size):
         tensor = own(2)
         dist.all_reduce(tensor)
         assert torch.equal(tensor, sum(every(2)))
+        pair = dist.new_group([0, 1])
+        dist.destroy_process_group(pair)
+        with pytest.raises(RuntimeError, match=f"rank {dist.get_rank()}: the group.* destroyed"):
+            pair.barrier()
         dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_destroyed_group_leaves_no_garbage(size):
+    """Its store has a thread: a forked child that collects garbage might wait for its end."""
+    gc.disable()
+    try:
+        dist.init_process_group("hvdlite")
+        dist.all_reduce(own(1))
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        assert group() is None
+    finally:
+        gc.enable()
 
 
 @ranks(2)
