@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1993, "collectives"),
     "gradients": (7, 3133, "gradients"),
     "recipe": (7, 2419, "recipe"),
-    "torch": (8, 5783, "torch"),
+    "torch": (8, 5795, "torch"),
     "tensorflow": (8, 3088, "tensorflow"),
     "keras": (9, 2341, "keras tensorflow.keras"),
     "elastic": (

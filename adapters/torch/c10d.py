@@ -27,6 +27,7 @@ PRIVATE = (
     (_rendezvous, "_rendezvous_handlers"),
     (torch.UntypedStorage, "_swap_data_ptr_"),
     (torch._C, "_current_autograd_node _current_graph_task_id"),
+    (torch.autograd.graph, "_engine_run_backward"),
     (torch.autograd.Variable._execution_engine, "queue_callback"),
 )
 

@@ -30,7 +30,7 @@ from hvdlite.gradients.plan import describe_exchange
 from hvdlite.observe import status
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.tensors import CONVERSION, dtype_of, share, to_array, to_tensor
-from hvdlite.torch.work import Future
+from hvdlite.torch.work import Future, is_in_backward
 
 _labels = itertools.count(1)
 
@@ -91,7 +91,7 @@ class CommHookState:
         bucket = self._buckets.get(given.index())
         if bucket is None or not bucket.fits(given.buffer()):
             bucket = self._buckets[given.index()] = self._make(given)
-        overlaps = self._engine.settings.overlap != "0"
+        overlaps = self._engine.settings.overlap != "0" or not is_in_backward()
         bucket.start(given.gradients(), overlaps)
         if given.is_last():
             if self._group is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import to_tensor_like
 from hvdlite.world import world
+
+# What has called C++, where autograd's engine runs.
+_run_backward = torch.autograd.graph._engine_run_backward.__code__
 
 
 class _Failure:
@@ -63,8 +68,14 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread computes a gradient now."""
-    return torch._C._current_autograd_node() is not None
+    """Return whether DDP's reducer makes the call for a gradient; a hook, in Python, may wait."""
+    if torch._C._current_autograd_node() is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    own = sys._getframe(1).f_code.co_filename
+    while frame is not None and frame.f_code.co_filename == own:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _run_backward
 
 
 class EndOfBackward:

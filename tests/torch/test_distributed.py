@@ -516,23 +516,34 @@ def _train_by_ddp():
 
 @ranks(2, settings={"HVDLITE_OVERLAP": "0"})
 @grouped
-def test_an_allreduce_that_waits_for_the_end_of_the_backward_pass_can_be_asked_for(size):
-    works, tensors = [], [own(3) for _ in range(3)]
+@pytest.mark.parametrize("way", ["poll", "wait", "future", "reducer", "hook"])
+def test_a_hook_may_wait_in_the_backward_pass(size, way):
+    """Without cores to spare, DDP's own allreduces begin at the end of it."""
 
-    def hook(_):
-        works.extend(dist.all_reduce(tensor, async_op=True) for tensor in tensors)
+    def hook(_, bucket):
+        tensor = bucket.buffer()
+        if way == "reducer":
+            future = model.reducer._run_allreduce_hook(bucket)
+        elif way == "hook":
+            future = hvd.comm_hook(state, bucket)
+        else:
+            work = dist.all_reduce(tensor, async_op=True)
+            future = work.get_future()
         deadline = time.monotonic() + 10
-        while not works[0].is_completed() and time.monotonic() < deadline:
+        while way == "poll" and not work.is_completed():
+            assert time.monotonic() < deadline
             time.sleep(1e-3)
-        assert works[0].is_completed()
-        works[1].wait()
+        if way == "wait":
+            work.wait()
+        torch.futures.wait_all([future])
+        done = torch.futures.Future()
+        done.set_result(future.value() if way == "hook" else tensor / size)
+        return done
 
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(hook)
-    leaf.sum().backward()
-    assert all(handle.finished for work in works for handle in work.handles)
-    for tensor in tensors:
-        assert torch.equal(tensor, sum(every(3)))
+    model, state = DistributedDataParallel(Net(), bucket_cap_mb=1e-3), hvd.comm_hook_state()
+    model.register_comm_hook(None, hook)
+    train(model, model.parameters(), rank=dist.get_rank())
+    torch.testing.assert_close(weights_of(model), alone())
 
 
 @ranks(2)
