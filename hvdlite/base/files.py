@@ -10,15 +10,11 @@ import os
 import re
 import secrets
 import shutil
-import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from hvdlite.base import observers
-
-_SECONDS_TO_LIVE = 24 * 3600
 
 
 @contextlib.contextmanager
@@ -37,28 +33,80 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
     """
+    with replacing_by_name(path, keep) as temporary, open(temporary, "xb") as file:
+        _copy_permissions(path, temporary)  # of what is not for others' eyes, before it is there
+        yield file
+
+
+@contextlib.contextmanager
+def replacing_by_name(path: Path, keep: int = 1) -> Iterator[Path]:
+    """Replace a file as `replacing` does, for a library that opens files itself, by their suffix.
+
+    It gets the name of a file that does not exist, with the same suffixes; if it writes none,
+    nothing is replaced.
+    """
     path = _follow(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path)
-    file, temporary = _open_temporary(path)
-    with file:
-        try:
-            yield file
-            file.flush()
+    with _temporary(path) as temporary:
+        yield temporary
+        if not temporary.exists():
+            return
+        _copy_permissions(path, temporary)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-            if keep > 1:
-                _keep_generation(path)
-            for observe in observers.current:
-                observe("checkpoint", temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        if keep > 1:
+            _keep_generation(path)
+        for observe in observers.current:
+            observe("checkpoint", temporary)
+        os.replace(temporary, path)
     _sync_folder(path.parent)
     if keep > 1:
         for generation in previous_generations(path)[keep - 1 :]:
             generation.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """Provide the name of a new file beside ``path``, which is removed at the end.
+
+    Each writer has a name of its own: a job that a scheduler has started again may write to the
+    same path while the one before still ends. A file that is locked lies beside it for as long as
+    the writer lives.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    while True:
+        lock = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        with open(lock, "xb") as held:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if os.fstat(held.fileno()).st_nlink:
+                try:
+                    yield _locked(lock, path)
+                finally:
+                    _remove(lock, path)
+                return
+        # Another writer has taken the lock for that of a dead one, before it was held.
+
+
+def _locked(lock: Path, path: Path) -> Path:
+    """Return the name of the file that a lock is for, with the suffixes of ``path``."""
+    return lock.with_name(f"{lock.name}.new{''.join(path.suffixes[-2:])}")
+
+
+def _remove(lock: Path, path: Path) -> None:
+    with contextlib.suppress(OSError):
+        _locked(lock, path).unlink(missing_ok=True)
+        lock.unlink()  # last: whoever is killed before leaves it to the next writer
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the files of writers that have died: nobody holds their locks."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    for lock in _matching(path.parent, name):
+        # Another writer may have removed or locked it, or locks may be unknown here.
+        with contextlib.suppress(OSError), open(lock, "r+b") as free:
+            fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(lock, path)
 
 
 def previous_generations(path: Path) -> list[Path]:
@@ -76,9 +124,9 @@ def _follow(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def _copy_permissions(path: Path, descriptor: int | Path) -> None:
+def _copy_permissions(path: Path, other: Path) -> None:
     with contextlib.suppress(OSError):  # there is no such file yet, or no permissions are kept here
-        os.chmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+        shutil.copymode(path, other)
 
 
 def _generation_number(generation: Path) -> int:
@@ -118,76 +166,13 @@ def _link(path: Path, name: Path) -> None:
         raise
     except OSError:
         name.touch(exist_ok=False)
-        copy, temporary = _open_temporary(path)
         try:
-            with copy, open(path, "rb") as file:
+            with replacing(name) as copy, open(path, "rb") as file:
                 shutil.copyfileobj(file, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
-                os.replace(temporary, name)
+            _copy_permissions(path, name)
         except BaseException:
-            with contextlib.suppress(OSError):
-                name.unlink(missing_ok=True)
-                temporary.unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
             raise
-
-
-@contextlib.contextmanager
-def replacing_by_name(path: Path) -> Iterator[Path]:
-    """Replace a file as `replacing` does, for a library that opens files itself, by their suffix.
-
-    It gets the name of a temporary file; if it writes none, nothing is replaced. Files of dead
-    writers are removed after a day, since nothing tells sooner that they are dead.
-    """
-    path = _follow(path)
-    suffix = "".join(path.suffixes[-2:])
-    stem = f".{path.name.removesuffix(suffix)}."
-    left = re.compile(rf"{re.escape(stem)}[0-9a-f]{{16}}\.tmp{re.escape(suffix)}")
-    for entry in _matching(path.parent, left):
-        with contextlib.suppress(OSError):
-            if time.time() - entry.stat().st_mtime > _SECONDS_TO_LIVE:
-                entry.unlink()
-    temporary = path.with_name(f"{stem}{secrets.token_hex(8)}.tmp{suffix}")
-    try:
-        yield temporary
-        if temporary.exists():
-            _copy_permissions(path, temporary)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            for observe in observers.current:
-                observe("checkpoint", temporary)
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
-    """Create a temporary file of this writer beside ``path``, locked for as long as it is open.
-
-    Another job may write to the same path: one that a scheduler has started again, while the one
-    before still ends.
-    """
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            _copy_permissions(path, file.fileno())
-            return file, temporary
-        # Another writer has taken the file for a stale one, before it was locked.
-        file.close()
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the temporary files of writers that have died: nobody holds their locks."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
-    for entry in _matching(path.parent, name):
-        # Another writer may have removed or locked it, or locks may be unknown here.
-        with contextlib.suppress(OSError), open(entry, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            entry.unlink()
 
 
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:

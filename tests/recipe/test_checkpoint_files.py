@@ -28,7 +28,7 @@ from hvdlite.recipe import Checkpoint, _safetensors
 from hvdlite.recipe._tree import unflatten
 from tests.recipe.trees import assert_same, everything, for_safetensors, weights
 
-TEMPORARY = ".state.npz.*.tmp"
+TEMPORARY = ".state.npz.*.tmp.new.npz"
 FORMATS = pytest.mark.parametrize("suffix", ["npz", "safetensors"], indirect=True)
 
 
@@ -490,13 +490,16 @@ def test_several_writers_of_one_path(path, tmp_path):
 
 
 def test_only_the_files_of_dead_writers_are_removed(path, tmp_path):
-    mine, alive = files._open_temporary(path)
     others = [".state.npz.tmp", ".state.npz.0123456789abcde.tmp", ".other.0123456789abcdef.tmp"]
-    for name in [*others, ".state.npz.0123456789abcdef.tmp"]:
+    dead = ".state.npz.0123456789abcdef.tmp"
+    for name in [*others, dead, f"{dead}.new.npz"]:
         (tmp_path / name).touch()
-    with mine:
+    with files.replacing_by_name(path) as alive:
+        alive.touch()
         write(path, 1)
-        assert sorted(os.listdir(tmp_path)) == sorted([alive.name, *others, path.name])
+        lock = alive.name.removesuffix(".new.npz")
+        assert sorted(os.listdir(tmp_path)) == sorted([lock, alive.name, *others, path.name])
+        alive.unlink()
     write(path, 2)
     assert sorted(os.listdir(tmp_path)) == sorted([*others, path.name])
 
@@ -518,19 +521,15 @@ def test_a_file_that_was_removed_before_it_was_locked_is_made_anew(path, monkeyp
 
 def test_a_library_that_opens_its_file_itself(tmp_path):
     path = tmp_path / "best.weights.h5"
-    old, new = (tmp_path / f".best.{digit * 16}.tmp.weights.h5" for digit in "01")
-    for file in (old, new):
-        file.touch()
-    os.utime(old, (0, 0))
     with files.replacing_by_name(path) as temporary:
-        assert temporary.name.endswith(".tmp.weights.h5")
+        assert temporary.name.endswith(".new.weights.h5")  # by which it chooses the format
         temporary.write_text("whole")
         assert not path.exists()
     assert path.read_text() == "whole"
     with files.replacing_by_name(path):
         pass  # nothing is written
     assert path.read_text() == "whole"
-    assert sorted(os.listdir(tmp_path)) == sorted([new.name, path.name])
+    assert os.listdir(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
