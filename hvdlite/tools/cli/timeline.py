@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import table
 from hvdlite.tools.trace import page
 from hvdlite.tools.trace.advice import advise
-from hvdlite.tools.trace.analysis import Analysis, read
+from hvdlite.tools.trace.analysis import read
 from hvdlite.tools.trace.page import share_text, tensor_cells, time_text
 
 HELP = "show who waited for whom in a recorded timeline"
@@ -57,31 +56,23 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         StartError: the file is no trace, or the page cannot be written.
     """
-    analysis = read(options.file)
-    document = as_document(analysis)
+    figures, detail = read(options.file)
+    document = _rounded({**figures, "hints": advise(figures)})
     if options.html:
         try:
             with replacing(Path(options.html)) as file:
-                file.write(page.render(document, analysis.detail).encode())
+                file.write(page.render(document, detail).encode())
         except OSError as error:
             raise StartError(f"--html {options.html}: {error.strerror}") from None
     print(json.dumps(document, indent=2) if options.json else describe(document))
     return 0
 
 
-def as_document(analysis: Analysis) -> dict[str, Any]:
-    """Return the analysis and its hints for JSON; times are in seconds, to the microsecond."""
-    names = (field.name for field in dataclasses.fields(analysis) if field.name != "detail")
-    document = {name: _rounded(getattr(analysis, name)) for name in names}
-    return {**document, "hints": advise(analysis)}
-
-
 def _rounded(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
+    """Return a document with its times to the microsecond."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_rounded(each) for each in value]
     return round(value, 6) + 0.0 if isinstance(value, float) else value
 

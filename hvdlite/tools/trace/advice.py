@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from statistics import fmean
-
-from hvdlite.tools.trace.analysis import Analysis
+from typing import Any
 
 # Shares of the time, from 0 to 1, above which a loss is worth a hint.
 _WAITING = 0.05
@@ -14,27 +13,26 @@ _COMPRESSED = 0.9  # of the uncompressed bytes; less was compressed
 _MANY_SMALL = 20  # operations in a step
 
 
-def advise(analysis: Analysis) -> list[str]:
+def advise(figures: Mapping[str, Any]) -> list[str]:
     """Return what to do, the largest gain first; a sentence or two for each."""
     hints: list[tuple[float, str]] = []
 
     def hint(gain: float, text: str) -> None:
         hints.append((gain, text))
 
-    exchange, waiting = mean_share(analysis, "exchange"), mean_share(analysis, "waiting")
-    slowest, steps = analysis.slowest, analysis.steps
-    seconds = fmean(share.seconds for share in analysis.shares)
+    exchange, waiting = mean_share(figures, "exchange"), mean_share(figures, "waiting")
+    slowest, steps = figures["slowest"], figures["steps"]
+    seconds = fmean(share["seconds"] for share in figures["shares"])
     # Of ranks that take turns at being last, each has a share of 1/n.
-    fair = 1 / len(analysis.shares)
-    if slowest and slowest.waited > _WAITING * seconds and slowest.blame > (1 + fair) / 2:
-        each = ""
-        if slowest.waited_per_step is not None:
-            each = f"{1e3 * slowest.waited_per_step:.3g} ms per step, "
+    fair = 1 / len(figures["shares"])
+    if slowest and slowest["waited"] > _WAITING * seconds and slowest["blame"] > (1 + fair) / 2:
+        part, per_step = slowest["waited"] / seconds, slowest["waited_per_step"]
+        each = "" if per_step is None else f"{1e3 * per_step:.3g} ms per step, "
         hint(
-            slowest.waited / seconds,
-            f"The others wait for rank {slowest.rank} ({each}{slowest.waited / seconds:.0%} of "
-            "their time): compare its input pipeline, the load of its host and its share of "
-            "the samples with theirs.",
+            part,
+            f"The others wait for rank {slowest['rank']} ({each}{part:.0%} of their "
+            "time): compare its input pipeline, the load of its host and its share of the samples "
+            "with theirs.",
         )
     elif waiting > _WAITING:
         hint(
@@ -46,19 +44,19 @@ def advise(analysis: Analysis) -> list[str]:
     if exchange > _EXCHANGE:
         hint(
             exchange,
-            f"Exchange takes {exchange:.0%}: {_on_bytes(analysis)}exchange less often (larger "
+            f"Exchange takes {exchange:.0%}: {_on_bytes(figures)}exchange less often (larger "
             "batches, backward_passes_per_step). With cores to spare, HVDLITE_OVERLAP=1 hides "
             "it behind the backward pass.",
         )
-    if steps.small > _MANY_SMALL:
+    if steps["small"] > _MANY_SMALL:
         hint(
             0.0,
-            f"There are {steps.small:.0f} operations of less than 64 KiB in a step: combine "
+            f"There are {steps['small']:.0f} operations of less than 64 KiB in a step: combine "
             "them by hvd.grouped_allreduce, and metrics by one hvd.average_metrics.",
         )
-    if not hints and analysis.origin == "hvdlite":
+    if not hints and figures["origin"] == "hvdlite":
         hint(0.0, f"Exchange and waiting take {exchange + waiting:.1%}: settings can gain little.")
-    if steps.count < 2:
+    if steps["count"] < 2:
         hint(
             0.0,
             "The trace tells no steps, so the shares include the start of the program; record "
@@ -67,10 +65,10 @@ def advise(analysis: Analysis) -> list[str]:
     return [text for _, text in sorted(hints, key=lambda each: -each[0])]
 
 
-def _on_bytes(analysis: Analysis) -> str:
+def _on_bytes(figures: Mapping[str, Any]) -> str:
     """Return what to do about the bytes; empty: nothing."""
-    is_one_host = len({share.name.rpartition(" on ")[2] for share in analysis.shares}) == 1
-    ratio = 1.0 if analysis.sent_ratio is None else analysis.sent_ratio
+    is_one_host = len({share["name"].rpartition(" on ")[2] for share in figures["shares"]}) == 1
+    ratio = 1.0 if figures["sent_ratio"] is None else figures["sent_ratio"]
     if ratio < _COMPRESSED:
         if not is_one_host:
             return f"compression sends {ratio:.2g} of the bytes already; "
@@ -85,7 +83,7 @@ def _on_bytes(analysis: Analysis) -> str:
     )
 
 
-def mean_share(analysis: Analysis, part: str) -> float:
+def mean_share(figures: Mapping[str, Any], part: str) -> float:
     """Return a part's share of the time of all ranks; 0 if the trace does not tell it."""
-    values: Sequence[float] = [getattr(share, part) or 0.0 for share in analysis.shares]
-    return sum(values) / (sum(share.seconds for share in analysis.shares) or 1.0)
+    known: float = sum(share[part] or 0.0 for share in figures["shares"])
+    return known / (sum(share["seconds"] for share in figures["shares"]) or 1.0)

@@ -32,96 +32,6 @@ _MOST_TENSORS = 20
 _SMALL = 2**16  # bytes
 
 
-@dataclass(frozen=True)
-class Share:
-    """The time of a rank, in seconds.
-
-    Attributes:
-        rank, name: the rank, and its name with the host.
-        seconds: of the analysed part of the trace.
-        compute, exchange, waiting: parts of ``seconds``, which they add up to; None: the trace
-            does not tell.
-        hidden: exchanges while the rank computed, a part of ``compute``.
-    """
-
-    rank: int
-    name: str
-    seconds: float
-    compute: float | None
-    exchange: float | None
-    waiting: float | None
-    hidden: float | None
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps of the training loop, by one rank's clock.
-
-    Attributes:
-        count: the number of steps in the trace; 0: it does not tell. The analysis covers the time
-            from the end of the first to the end of the last, which leaves out the program's start.
-        marker: the event whose repetitions are counted.
-        seconds_mean, seconds_median, seconds_max: from one step's end to the next one's.
-        operations: in the mean of the steps.
-        small: those of less than 64 KiB among them.
-    """
-
-    count: int
-    marker: str
-    seconds_mean: float
-    seconds_median: float
-    seconds_max: float
-    operations: float
-    small: float
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """The rank that the others wait for.
-
-    Attributes:
-        last: the part of the operations at which it came last, from 0 to 1.
-        blame: the part of all ranks' waiting for each other that was for it, from 0 to 1.
-        waited: seconds that another rank waited for it, in the mean of the others.
-        waited_per_step: the same for each step; None: the number of steps is unknown.
-    """
-
-    rank: int
-    last: float
-    blame: float
-    waited: float
-    waited_per_step: float | None
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """The operations of a bucket or tensor.
-
-    Attributes:
-        name: of the bucket or tensor; row: the lane it travels in.
-        count: the number of operations.
-        nbytes: of one operation, before compression; 0: unknown.
-        sent: bytes that a rank sends in one operation, after compression; 0: unknown.
-        exchange, exchange_max: seconds of an operation in the mean, and of the longest.
-        exchange_share: of the time of all exchanges, from 0 to 1.
-        late: seconds from the first rank's arrival to the last one's, in the mean.
-        last_rank: the rank that came last most often; None: there is one rank only.
-        last: the part of the operations at which it did.
-    """
-
-    name: str
-    row: str
-    count: int
-    nbytes: int
-    sent: int
-    exchange: float
-    exchange_max: float
-    exchange_share: float
-    late: float
-    last_rank: int | None
-    last: float
-
-
 def union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
     """Return the union of intervals as disjoint intervals in order."""
     if not len(starts):
@@ -183,36 +93,46 @@ class Detail:
     ends: Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """The figures of a trace.
-
-    Attributes:
-        origin: the program that wrote it: hvdlite or Horovod.
-        problem: why the rest of the file is missing; empty: it is complete.
-        shares: by rank.
-        slowest: None: one rank, or no rank waited.
-        waited_for: seconds that each rank waited for each other rank: rows wait for columns.
-        sent_ratio: what ranks send of gradients, divided by what they would send uncompressed;
-            None: unknown.
-        tensors: those with the longest exchanges and those with the latest ranks, longest first.
-    """
-
-    file: str
-    origin: str
-    events: int
-    problem: str
-    steps: Steps
-    shares: Sequence[Share]
-    slowest: Slowest | None
-    waited_for: Sequence[Sequence[float]]
-    sent_ratio: float | None
-    tensors: Sequence[Tensor]
-    detail: Detail
-
-
-def read(path: str) -> Analysis:
+def read(path: str) -> tuple[dict[str, Any], Detail]:
     """Analyse the trace in a file, hvdlite's timeline or Horovod's.
+
+    Returns:
+        The figures, times in seconds and parts from 0 to 1, and the arrays behind them. None stands
+        for a figure that the trace does not tell.
+
+        ``file``, ``events``
+            The path, and the number of events in it.
+        ``origin``
+            The program that wrote it: hvdlite or Horovod.
+        ``problem``
+            Why the rest of the file is missing; empty: it is complete.
+        ``steps``
+            The steps of the training loop, by one rank's clock: their ``count`` (0: unknown; the
+            analysis covers the time from the end of the first to the end of the last, which leaves
+            out the program's start); the ``marker``, the event whose repetitions are counted;
+            ``seconds_mean``, ``seconds_median`` and ``seconds_max`` from one step's end to the next
+            one's; ``operations`` in the mean of the steps, and the ``small`` ones among them, of
+            less than 64 KiB.
+        ``shares``
+            The time of each ``rank``, with its ``name`` and host: the ``seconds`` of the analysed
+            part; ``compute``, ``exchange`` and ``waiting``, which add up to them; and ``hidden``,
+            exchanges while the rank computed, a part of ``compute``.
+        ``slowest``
+            The ``rank`` that the others wait for; None: one rank, or no rank waited. It came
+            ``last`` at this part of the operations; ``blame`` is the part of all waiting for each
+            other that was for it; another rank ``waited`` for it so long in the mean of the others,
+            ``waited_per_step`` for each step.
+        ``waited_for``
+            How long each rank waited for each other rank: rows wait for columns.
+        ``sent_ratio``
+            Bytes that ranks send of gradients, divided by those that they would send uncompressed.
+        ``tensors``
+            The buckets or tensors with the longest exchanges and those with the latest ranks,
+            longest first: ``name``; ``row``, the lane; ``count`` of operations; ``nbytes`` of one,
+            before compression, and ``sent`` by a rank after it (0: unknown); ``exchange`` in the
+            mean, ``exchange_max``, and ``exchange_share`` of the time of all exchanges; ``late``,
+            from the first rank's arrival to the last one's in the mean; ``last_rank``, which came
+            last most often (None: there is one rank only), at the part ``last`` of the operations.
 
     Raises:
         StartError: the file cannot be read, or no operation is in it.
@@ -226,11 +146,6 @@ def read(path: str) -> Analysis:
             f"{path} ends {ended} of hvdlite or Horovod after {reader.events} events; "
             "record at least one step"
         )
-    return analyse(record, reader)
-
-
-def analyse(record: Record, reader: TraceReader) -> Analysis:
-    """Analyse the record of a trace that a reader has read."""
     ranks = sorted(rank for rank, found in record.ranks.items() if found.first >= 0)
     records = [record.ranks[rank] for rank in ranks]
     operations = [each.operations() for each in records]
@@ -246,23 +161,22 @@ def analyse(record: Record, reader: TraceReader) -> Analysis:
         for own, (first, last) in zip(operations, windows, strict=True)
     ]
     waits = _Waits(inside, clocks, record.is_horovod)
-    between = max(count - 1, 0)
-    return Analysis(
-        file=reader.path,
-        origin="Horovod" if record.is_horovod else "hvdlite",
-        events=reader.events,
-        problem=reader.problem,
-        steps=_describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
-        shares=[
+    document = {
+        "file": reader.path,
+        "origin": "Horovod" if record.is_horovod else "hvdlite",
+        "events": reader.events,
+        "problem": reader.problem,
+        "steps": _describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
+        "shares": [
             _share(rank, each, clock, window, record.is_horovod)
             for rank, each, clock, window in zip(ranks, records, clocks, windows, strict=True)
         ],
-        slowest=waits.slowest(ranks, between),
-        waited_for=(waits.matrix * _MICRO).tolist(),
-        sent_ratio=_sent_ratio(record, len(ranks)),
-        tensors=_tensors(record, ranks, inside, waits),
-        detail=Detail(record, operations, clocks, windows, ends),
-    )
+        "slowest": waits.slowest(ranks, count - 1),
+        "waited_for": (waits.matrix * _MICRO).tolist(),
+        "sent_ratio": _sent_ratio(record, len(ranks)),
+        "tensors": _tensors(record, ranks, inside, waits),
+    }
+    return document, Detail(record, operations, clocks, windows, ends)
 
 
 class _Waits:
@@ -291,19 +205,19 @@ class _Waits:
                 blocked = until(own.ready + excess[rank]) - until(own.ready)
             self.matrix[rank] = np.bincount(self.last, blocked, size)
 
-    def slowest(self, ranks: Sequence[int], steps: int) -> Slowest | None:
+    def slowest(self, ranks: Sequence[int], steps: int) -> dict[str, Any] | None:
         """Return the rank that the others waited for most."""
         if len(ranks) < 2 or not self.matrix.any():
             return None
         caused = self.matrix.sum(axis=0) / (len(ranks) - 1) * _MICRO
         worst = int(caused.argmax())
-        return Slowest(
-            rank=ranks[worst],
-            last=float((self.last == worst).mean()),
-            blame=float(self.matrix[:, worst].sum() / self.matrix.sum()),
-            waited=float(caused[worst]),
-            waited_per_step=float(caused[worst]) / steps if steps else None,
-        )
+        return {
+            "rank": ranks[worst],
+            "last": float((self.last == worst).mean()),
+            "blame": float(self.matrix[:, worst].sum() / self.matrix.sum()),
+            "waited": float(caused[worst]),
+            "waited_per_step": float(caused[worst]) / steps if steps > 0 else None,
+        }
 
 
 def _match(operations: Sequence[Operations]) -> list[Operations]:
@@ -340,20 +254,19 @@ def _steps(
 
 def _describe(
     count: int, marker: str, ends: Any, operations: Operations, nbytes: Integers
-) -> Steps:
-    if count < 2:
-        return Steps(count, marker, 0.0, 0.0, 0.0, 0.0, 0.0)
-    times = np.diff(np.asarray(ends[:count])) * _MICRO
+) -> dict[str, Any]:
+    is_known = count > 1
+    times = np.diff(np.asarray(ends[:count])) * _MICRO if is_known else np.zeros(1)
     small = nbytes[operations.tensor] < _SMALL
-    return Steps(
-        count=count,
-        marker=marker,
-        seconds_mean=float(times.mean()),
-        seconds_median=float(np.median(times)),
-        seconds_max=float(times.max()),
-        operations=len(small) / (count - 1),
-        small=float(small.sum()) / (count - 1),
-    )
+    return {
+        "count": count,
+        "marker": marker,
+        "seconds_mean": float(times.mean()),
+        "seconds_median": float(np.median(times)),
+        "seconds_max": float(times.max()),
+        "operations": len(small) / (count - 1) if is_known else 0.0,
+        "small": float(small.sum()) / (count - 1) if is_known else 0.0,
+    }
 
 
 def _sent_ratio(record: Record, size: int) -> float | None:
@@ -366,25 +279,22 @@ def _sent_ratio(record: Record, size: int) -> float | None:
 
 def _share(
     rank: int, record: RankRecord, clock: Clock, window: tuple[int, int], is_horovod: bool
-) -> Share:
+) -> dict[str, Any]:
     seconds = (window[1] - window[0]) * _MICRO
-    if is_horovod:
-        return Share(rank, record.name, seconds, None, None, None, None)
     blocked, busy, both = (value * _MICRO for value in clock.blocked_and_busy(*window))
-    return Share(
-        rank=rank,
-        name=record.name or f"rank {rank}",
-        seconds=seconds,
-        compute=seconds - blocked,
-        exchange=both,
-        waiting=blocked - both,
-        hidden=busy - both,
-    )
+    parts = {
+        "compute": seconds - blocked,
+        "exchange": both,
+        "waiting": blocked - both,
+        "hidden": busy - both,
+    }
+    known = dict.fromkeys(parts) if is_horovod else parts
+    return {"rank": rank, "name": record.name or f"rank {rank}", "seconds": seconds, **known}
 
 
 def _tensors(
     record: Record, ranks: Sequence[int], operations: Sequence[Operations], waits: _Waits
-) -> list[Tensor]:
+) -> list[dict[str, Any]]:
     numbers = np.concatenate([own.tensor for own in operations])
     times = np.concatenate([own.end - own.start for own in operations])
     size = len(record.tensors)
@@ -401,18 +311,20 @@ def _tensors(
     worst = [*np.argsort(-total)[: _MOST_TENSORS // 2], *np.argsort(-late)[: _MOST_TENSORS // 2]]
     chosen = sorted({int(n) for n in worst if samples[n]}, key=lambda n: -total[n])
     return [
-        Tensor(
-            name=record.tensors[n][1],
-            row=record.tensors[n][0],
-            count=int(counts[n]),
-            nbytes=record.nbytes[n],
-            sent=record.sent[n],
-            exchange=float(total[n] / samples[n]),
-            exchange_max=float(longest[n] * _MICRO),
-            exchange_share=float(total[n] / total.sum()) if total.any() else 0.0,
-            late=float(late[n] / max(matched[n], 1)),
-            last_rank=ranks[int(lasts[:, n].argmax())] if len(ranks) > 1 and matched[n] else None,
-            last=float(lasts[:, n].max() / max(matched[n], 1)) if len(ranks) > 1 else 0.0,
-        )
+        {
+            "name": record.tensors[n][1],
+            "row": record.tensors[n][0],
+            "count": int(counts[n]),
+            "nbytes": record.nbytes[n],
+            "sent": record.sent[n],
+            "exchange": float(total[n] / samples[n]),
+            "exchange_max": float(longest[n] * _MICRO),
+            "exchange_share": float(total[n] / total.sum()) if total.any() else 0.0,
+            "late": float(late[n] / max(matched[n], 1)),
+            "last_rank": ranks[int(lasts[:, n].argmax())]
+            if len(ranks) > 1 and matched[n]
+            else None,
+            "last": float(lasts[:, n].max() / max(matched[n], 1)) if len(ranks) > 1 else 0.0,
+        }
         for n in chosen
     ]

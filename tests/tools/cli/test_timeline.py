@@ -8,14 +8,15 @@ import tracemalloc
 from argparse import ArgumentParser
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.tools.cli import timeline as command
+from hvdlite.tools.trace import analysis as trace_analysis
 from hvdlite.tools.trace import reader
 from hvdlite.tools.trace.advice import advise
-from hvdlite.tools.trace.analysis import read
 from tests.harness import run_script
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -27,6 +28,12 @@ def run(*words):
     parser = ArgumentParser()
     command.add_arguments(parser)
     return command.main(parser.parse_args([*map(str, words)]))
+
+
+def read(path):
+    """Return the figures of a trace, with names as attributes."""
+    figures, _ = trace_analysis.read(path)
+    return json.loads(json.dumps(figures), object_hook=lambda each: SimpleNamespace(**each))
 
 
 class Trace:
@@ -377,7 +384,8 @@ class TestOutput:
         analysis = read(str(trace.write(tmp_path)))
         assert analysis.slowest.blame == pytest.approx(0.5)
         assert analysis.steps.marker == "operations of bucket 0"
-        (waiting, _) = sorted(advise(analysis), reverse=True)
+        figures, _ = trace_analysis.read(analysis.file)
+        (waiting, _) = sorted(advise(figures), reverse=True)
         assert waiting.startswith("Waiting takes 10%, and no single rank causes it")
 
     def test_the_page_has_the_figures_of_the_json(self, tmp_path, capsys):
