@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
+from hvdlite.launch.hosts import ask
 from hvdlite.version import __version__
 
 # By name: the distributions that bring it.
@@ -29,7 +29,6 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0])
 """
-_SECONDS_TO_ANSWER = 60
 
 
 def report(environment: Mapping[str, str]) -> str:
@@ -78,20 +77,3 @@ def find_mpirun(environment: Mapping[str, str]) -> tuple[bool, str]:
     except StartError as error:
         return False, str(error)
     return True, f"{program.name} {program.version}, {program.path}"
-
-
-def ask(command: Sequence[str]) -> tuple[bool, str]:
-    """Run a program, which may crash; return whether it succeeded, and its last line."""
-    try:
-        answer = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS_TO_ANSWER,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return False, str(error)
-    good = answer.returncode == 0
-    lines = (answer.stdout if good else answer.stderr).strip().splitlines()
-    return good, lines[-1] if lines else f"exit code {answer.returncode}"

@@ -122,8 +122,14 @@ def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str
     """Log in to a host by ssh with more arguments; return why that fails, or an empty text."""
     timeout = f"ConnectTimeout={max(int(seconds / 2), 1)}"
     command = ["ssh", "-o", "BatchMode=yes", *arguments, "-o", timeout, host, "true"]
+    works, line = ask(command, seconds)
+    return "" if works else line
+
+
+def ask(command: Sequence[str], seconds: float = 60.0) -> tuple[bool, str]:
+    """Run a program, which may crash; return whether it succeeded, and its last line."""
     try:
-        done = subprocess.run(
+        answer = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -132,11 +138,12 @@ def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str
             timeout=seconds,
         )
     except FileNotFoundError:
-        return "there is no ssh here"
+        return False, f"there is no {command[0]} here"
     except subprocess.TimeoutExpired:
-        return f"no answer within {seconds:g} s"
-    lines = done.stderr.strip().splitlines() or [f"ssh ended with code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+        return False, f"no answer within {seconds:g} s"
+    good = answer.returncode == 0
+    lines = (answer.stdout if good else answer.stderr).strip().splitlines()
+    return good, lines[-1] if lines else f"exit code {answer.returncode}"
 
 
 def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:

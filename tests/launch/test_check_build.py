@@ -5,7 +5,8 @@ import sys
 
 import numpy as np
 
-from hvdlite.launch import check_build, cli
+from hvdlite.launch import cli
+from hvdlite.launch.hosts import ask
 from hvdlite.version import __version__
 from tests.launch.launcher import ROOT, environment
 
@@ -55,4 +56,4 @@ def test_check_build_where_everything_is_missing():
 
 def test_a_crash_of_the_library_is_a_remark():
     code = "import os; os.kill(os.getpid(), 11)"
-    assert check_build.ask([sys.executable, "-c", code]) == (False, "exit code -11")
+    assert ask([sys.executable, "-c", code]) == (False, "exit code -11")

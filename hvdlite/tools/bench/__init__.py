@@ -2,7 +2,6 @@
 
 ::
 
-    contenders       what can be compared here, and what a contender needs
     job              the job that measures: a function on every rank
     report           the facts of the machine; sizes, times and tables as text
     workloads        the models of the training benchmark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,42 +12,25 @@ from typing import Any
 Spread = Mapping[str, float]
 
 _KIB = 1024
-_UNITS = {"GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB}
+UNITS = {"GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB, "B": 1}
 
 
 def machine() -> dict[str, Any]:
     """Describe this machine, on which the figures depend."""
+    processors = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
+        "cpu": (processors or ["unknown"])[0],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _KIB**3, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
 
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown")
-
-
 def describe(document: Mapping[str, Any]) -> str:
     """Return one line about the machine, for tables and plots."""
     facts = document["machine"]
     return f"{facts['cpu']}, {facts['cores']} cores; {facts['date'][:10]}; one thread per rank"
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``64KiB`` or ``65536``."""
-    number, factor = text.removesuffix("B") if text[:-1].isdecimal() else text, 1
-    for unit, value in _UNITS.items():
-        if text.endswith(unit):
-            number, factor = text.removesuffix(unit), value
-    return int(number) * factor
 
 
 def count_text(number: int, noun: str) -> str:
@@ -56,10 +40,8 @@ def count_text(number: int, noun: str) -> str:
 
 def size_text(nbytes: int) -> str:
     """Return bytes for people: 4 KiB."""
-    for unit, factor in _UNITS.items():
-        if nbytes >= factor and nbytes % factor == 0:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"
+    unit = next(unit for unit, factor in UNITS.items() if nbytes % factor == 0)
+    return f"{nbytes // UNITS[unit]} {unit}"
 
 
 def time_text(seconds: float) -> str:

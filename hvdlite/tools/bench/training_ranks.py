@@ -10,11 +10,10 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.tools.bench import statistics
-from hvdlite.tools.bench.contenders import BACKENDS
 from hvdlite.tools.bench.job import naming, say
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
 from hvdlite.tools.bench.report import count_text
-from hvdlite.tools.bench.workloads import WORKLOADS
+from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
 
 _WARM_UP_STEPS = 2
 _TOLERANCE = 1e-3

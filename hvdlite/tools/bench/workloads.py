@@ -39,6 +39,9 @@ class Workload:
         return samples, draw.integers(CLASSES, size=batch)
 
 
+#: Contenders on PyTorch's interface, on hvdlite's backend or hook beside gloo; for who names them.
+BACKENDS = ("ddp-hvdlite", "ddp-hook", "fsdp", "fsdp-hvdlite")
+
 # Of each group of two blocks of ResNet-18: channels, and the stride of its first convolution.
 RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import choose_hosts
-from hvdlite.tools.bench import contenders, job, report
-from hvdlite.tools.bench.workloads import WORKLOADS
+from hvdlite.launch.hosts import ask, choose_hosts
+from hvdlite.tools.bench import job, report
+from hvdlite.tools.bench.compression_ranks import CANDIDATES
+from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
 from hvdlite.tools.cli import plots
 from hvdlite.tools.cli.arguments import (
     above_zero,
@@ -28,6 +32,7 @@ Record = Mapping[str, Any]
 HELP = "measure allreduce, training steps and compression beside DDP, plain MPI and others"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _RANKS = "hvdlite.tools.bench.{}_ranks:measure"
+_TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 EXAMPLES = """\
 examples:
   hvdlite bench allreduce --plot allreduce.png
@@ -69,13 +74,15 @@ hvdlite.advise(model), in a script, measures a model of your own.
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: its words on the command line, its table and its plot.
+    """A benchmark: its words on the command line, its contenders, its table and its plot.
 
     Attributes:
         examples: of its use, and the contenders.
         seconds: for a size or model, unless the user says otherwise.
         table: yields the lines about the records of one number of ranks; ``where`` they ran.
         plot: returns the figure of the document.
+        known: the contenders by framework, in the order of the tables.
+        always: those that all others are compared with.
         models: measured unless the user names others; none: it measures sizes.
     """
 
@@ -84,6 +91,8 @@ class Benchmark(NamedTuple):
     seconds: float
     table: Callable[[Sequence[Record], str], Iterator[str]]
     plot: Callable[[Mapping[str, Any]], Any]
+    known: Mapping[str, Sequence[str]]
+    always: Sequence[str]
     models: Sequence[str] = ()
 
 
@@ -103,12 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        _add_options(command, benchmark, contenders.KNOWN[name])
+        _add_options(command, benchmark)
 
 
-def _add_options(
-    parser: argparse.ArgumentParser, benchmark: Benchmark, known: Mapping[str, Sequence[str]]
-) -> None:
+def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     add = parser.add_argument
     if benchmark.models:
         text = f"some of {', '.join(WORKLOADS)} ({', '.join(benchmark.models)})"
@@ -118,8 +125,12 @@ def _add_options(
         text = "also 400 asynchronous sums of 16 KiB at once"
         add("--burst", action="store_true", help=text)
     add("--np", type=numbers, default=[2], metavar="2,4", help="numbers of ranks (2)")
-    add("--framework", choices=tuple(known), help="default: the first of them that is installed")
-    names = dict.fromkeys(name for each in known.values() for name in each)
+    add(
+        "--framework",
+        choices=tuple(benchmark.known),
+        help="default: the first of them that is installed",
+    )
+    names = dict.fromkeys(name for each in benchmark.known.values() for name in each)
     text = f"some of {', '.join(names)} (all that are installed)"
     add("--contenders", type=lambda text: text.split(","), metavar="NAMES", help=text)
     add("--rounds", type=positive, default=200, metavar="N", help="at most (%(default)s)")
@@ -134,19 +145,17 @@ def _add_options(
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = []
+    sizes = set()
     for word in text.split(","):
-        try:
-            size = report.parse_size(word.strip())
-        except ValueError:
-            size = 0
+        match = re.fullmatch(r"(\d+)([KMG]iB|B|)", word.strip())
+        size = int(match[1]) * report.UNITS[match[2] or "B"] if match else 0
         if size < 4 or size % 4:
             raise argparse.ArgumentTypeError(
                 f"found {word!r}, expected a multiple of the 4 bytes of a float32, as in 65536 or "
                 "64KiB"
             )
-        sizes.append(size)
-    return sorted(set(sizes))
+        sizes.add(size)
+    return sorted(sizes)
 
 
 def _models(text: str) -> list[str]:
@@ -189,8 +198,8 @@ def main(options: argparse.Namespace) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, and return the document that ``--json`` writes."""
     benchmark = options.benchmark
-    framework = contenders.choose_framework(benchmark, options.framework)
-    names, remark = contenders.choose(benchmark, framework, options.contenders)
+    framework = _choose_framework(benchmark, options.framework)
+    names, remark = _choose(benchmark, framework, options.contenders)
     facts = report.machine()
     common = {
         "framework": framework,
@@ -225,6 +234,49 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "notes": notes,
         "results": results,
     }
+
+
+def _choose_framework(benchmark: str, asked: str | None) -> str:
+    """Return the framework to measure with; without a wish, the first that is installed."""
+    names = [asked] if asked else list(_BENCHMARKS[benchmark].known)
+    for name in names:
+        if find_spec(name) is not None:
+            return name
+    missing = " and ".join(f"{_TITLES[name]} (pip install 'hvdlite[{name}]')" for name in names)
+    raise StartError(f"the {benchmark} benchmark needs {missing}, which cannot be found")
+
+
+def _choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> tuple[list[str], str]:
+    """Return the contenders, and a remark on one that is left out; without a wish, all there are.
+
+    Raises:
+        StartError: a contender is unknown, or cannot be imported.
+    """
+    known = _BENCHMARKS[benchmark].known[framework]
+    for name in asked or ():
+        if name not in known:
+            raise StartError(
+                f"--contenders: found {name!r}, expected some of {', '.join(known)}, which "
+                f"`hvdlite bench {benchmark} --framework {framework}` knows"
+            )
+    usual = (name for name in known if name not in BACKENDS)
+    wanted = {*(usual if asked is None else asked), *_BENCHMARKS[benchmark].always}
+    remark = ""
+    if "horovod" in wanted and (reason := _no_horovod(framework)):
+        if asked is not None:
+            raise StartError(f"--contenders horovod: {reason}; install Horovod, or leave it out")
+        wanted.remove("horovod")
+        remark = f"without horovod: {reason}"
+    return [name for name in known if name in wanted], remark
+
+
+def _no_horovod(framework: str) -> str:
+    """Return why Horovod cannot be imported; empty: it can. An import may crash, so elsewhere."""
+    if find_spec("horovod") is None:
+        return "it is not installed"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import horovod.{framework}"
+    works, line = ask([sys.executable, "-c", code])
+    return "" if works else line
 
 
 # Tables
@@ -312,6 +364,11 @@ _BENCHMARKS = {
         2.0,
         _sums,
         plots.allreduce,
+        {
+            "torch": ("hvdlite", "bucket", "mpi", "gloo", "horovod", "memcpy"),
+            "numpy": ("hvdlite", "bucket", "mpi", "memcpy"),
+        },
+        ["hvdlite"],
     ),
     "training": Benchmark(
         "Time training steps, and how much longer they take with the exchange of gradients.",
@@ -319,6 +376,11 @@ _BENCHMARKS = {
         20.0,
         _steps,
         plots.models,
+        {
+            "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod", *BACKENDS),
+            "tensorflow": ("alone", "hvdlite", "mpi", "horovod"),
+        },
+        ["alone", "hvdlite"],
         models=list(WORKLOADS),
     ),
     "compression": Benchmark(
@@ -327,6 +389,8 @@ _BENCHMARKS = {
         5.0,
         _advice,
         plots.models,
+        dict.fromkeys(_TITLES, tuple(CANDIDATES)),
+        ["none"],
         models=["resnet"],
     ),
 }
