@@ -80,16 +80,13 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
     found = {"hvdlite": _like_horovod(hvd)}
     if "horovod" in names:
         found["horovod"] = _like_horovod(_horovod())
-    if "gloo" not in names:
+    found["gloo"] = Library(
+        lambda tensor, _: dist.all_reduce(tensor),
+        lambda tensor, _: dist.all_reduce(tensor, async_op=True),
+        view=torch.from_numpy,
+    )
+    with gloo(comm) if "gloo" in names else contextlib.nullcontext():
         yield found
-        return
-    with gloo(comm):
-        by_gloo = Library(
-            lambda tensor, _: dist.all_reduce(tensor),
-            lambda tensor, _: dist.all_reduce(tensor, async_op=True),
-            view=torch.from_numpy,
-        )
-        yield {**found, "gloo": by_gloo}
 
 
 def _like_horovod(library: Any) -> Library:

@@ -50,6 +50,7 @@ import atexit
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -138,24 +139,21 @@ def parse(text: str, ranks: int | None = None) -> list[Fault]:
 def _parse_one(text: str) -> Fault:
     action, _, rest = text.partition(":")
     values = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-    kinds: dict[str, Callable[[str], Any]] = {
-        **dict.fromkeys(("rank", "step", "count"), int),
-        **dict.fromkeys(("seconds", "after", "value"), float),
-        **dict.fromkeys(("point", "name"), str.strip),
-    }
+    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(Fault)[1:-1]}
     options: dict[str, Any] = {}
     try:
-        options = {name.strip(): kinds[name.strip()](value) for name, value in values.items()}
+        for name, value in values.items():
+            options[name.strip()] = kinds[name.strip()](value.strip())
         fault = Fault(action.strip(), **options, text=text)
     except (KeyError, ValueError):
         fault = Fault("")
     is_known = fault.action in _ACTIONS and fault.point in POINTS
     numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
     if not is_known or min(numbers) < 0:
-        names = ", ".join(each.name for each in fields(Fault)[1:-1])
         raise SettingsError(
             f"{VARIABLE}: found {text!r}, expected for example kill:rank=1,step=7,point=exchange "
-            f"(actions: {', '.join(_ACTIONS)}; then {names}; points: {', '.join(POINTS)})"
+            f"(actions: {', '.join(_ACTIONS)}; then {', '.join(kinds)}; points: "
+            f"{', '.join(POINTS)})"
         )
     if fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
         raise SettingsError(
@@ -219,8 +217,8 @@ def _observe(point: str, *about: Any) -> None:
     _counts[point, step] += 1
     for fault in _left:
         is_here = fault.point == point and fault.step in (0, step)
-        is_here = is_here and not fault.corrupts_exchange
-        if is_here and _counts[point, step] == fault.count:
+        is_due = is_here and _counts[point, step] == fault.count
+        if is_due and not fault.corrupts_exchange:
             _happen(fault, *about[:1])
             return
 
@@ -268,14 +266,9 @@ def _middle(file: IO[bytes]) -> int:
         return os.fstat(file.fileno()).st_size // 2
     with zipfile.ZipFile(file) as archive:
         largest = max(archive.infolist(), key=lambda member: member.compress_size)
-    file.seek(largest.header_offset + 26)  # the lengths of the name and of what follows it
-    lengths = file.read(4)
-    data = (
-        largest.header_offset
-        + 30
-        + sum(int.from_bytes(lengths[begin : begin + 2], "little") for begin in (0, 2))
-    )
-    return data + largest.compress_size // 2
+    file.seek(largest.header_offset)
+    name, extra = struct.unpack("<26xHH", file.read(30))  # the lengths of what follows
+    return file.tell() + int(name + extra) + largest.compress_size // 2
 
 
 def _tell(fault: Fault, text: str) -> None:

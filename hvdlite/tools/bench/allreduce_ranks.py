@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,12 +51,10 @@ class Library:
     wait: Callable[[Sequence[Any]], object] = _wait_for_all
     view: Callable[[Array], Any] = np.asarray
 
-    def one(self, array: Array, name: str) -> Call:
-        """Return the call that sums an array."""
-        return partial(self.sum, self.view(array), name)
-
-    def many(self, arrays: Sequence[Array], name: str) -> Call:
-        """Return the call that starts the sums of all these arrays, and then waits for them."""
+    def call(self, arrays: Sequence[Array], name: str) -> Call:
+        """Return the call that sums an array, or starts the sums of many, and waits for them."""
+        if len(arrays) == 1:
+            return partial(self.sum, self.view(arrays[0]), name)
         tensors = {f"{name}.{at}": self.view(array) for at, array in enumerate(arrays)}
         return lambda: self.wait([self.start(tensor, each) for each, tensor in tensors.items()])
 
@@ -78,7 +76,12 @@ def measure(
     if burst:
         cases.append((_BURST_BYTES, _BURST_TENSORS))
     hvd.init(comm)
-    with _libraries(comm, framework, contenders) as libraries:
+    frameworks: AbstractContextManager[dict[str, Library]] = nullcontext({})
+    if framework != "numpy":
+        adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
+        frameworks = adapter.libraries(comm, contenders)
+    with frameworks as libraries:
+        libraries = {**_libraries(comm), **libraries}
         records = [
             _measure(comm, contenders, libraries, nbytes, tensors, Limit(**limit))
             for nbytes, tensors in cases
@@ -105,12 +108,7 @@ def _measure(
         elif name == "memcpy":
             contenders.append(Contender(name, _copying(arrays), arrays))
         else:
-            library = libraries[name]
-            call = (
-                library.one(arrays[0], f"bench.{nbytes}")
-                if tensors == 1
-                else library.many(arrays, "bench.burst")
-            )
+            call = libraries[name].call(arrays, f"bench.{nbytes}")
             contenders.append(Contender(name, call, arrays, lambda: arrays))
     for contender in contenders:
         with naming(contender.name):
@@ -153,11 +151,9 @@ def _empty(nbytes: int) -> Array:
 # The contenders
 
 
-@contextmanager
-def _libraries(
-    comm: MPI.Comm, framework: str, names: Sequence[str]
-) -> Iterator[dict[str, Library]]:
-    own = {
+def _libraries(comm: MPI.Comm) -> dict[str, Library]:
+    """Return the libraries that sum arrays of numpy."""
+    return {
         "hvdlite": Library(
             lambda array, name: hvd.allreduce(array, name=name, op=hvd.Sum, out=array),
             lambda array, name: hvd.allreduce_async(array, name=name, op=hvd.Sum, out=array),
@@ -168,12 +164,6 @@ def _libraries(
             MPI.Request.Waitall,
         ),
     }
-    if framework == "numpy":
-        yield own
-        return
-    adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
-    with adapter.libraries(comm, names) as others:
-        yield {**own, **others}
 
 
 def _bucket(nbytes: int) -> Contender:

@@ -2,8 +2,7 @@
 
 ::
 
-    reader     the events of a file of any size, also of one that is cut off
-    record     the events of each rank that the analysis needs, in compact arrays
+    record     the events of a file of any size that the analysis needs, in compact arrays
     analysis   shares of time, the slowest rank, the worst tensors
     advice     what to set
     page       all of it as one HTML file

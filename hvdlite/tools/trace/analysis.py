@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.errors import StartError
-from hvdlite.tools.trace.reader import TraceReader
-from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record
+from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record, TraceReader
 
 _MICRO = 1e-6
 _MOST_TENSORS = 20

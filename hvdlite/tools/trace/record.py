@@ -1,26 +1,96 @@
 """The record of a trace: the operations and waits of each rank, in compact arrays.
 
-A trace of 100 MB holds some 700,000 events; as arrays they take a tenth of that.
+A trace of 100 MB holds some 700,000 events; as arrays they take a tenth of that. They are read one
+after the other, in bounded memory, also from a file that is cut off.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite.errors import StartError
 from hvdlite.observe import timeline
 
 Event = dict[str, Any]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
+_CHARACTERS = 2**20  # read at once; no event is longer
+_BETWEEN = re.compile(r"[\s,]*")
+_OBJECT = re.compile(r'\s*\{.*?"traceEvents"\s*:\s*\[', re.DOTALL)
+_ARRAY = re.compile(r"\s*\[")
+_REMEDY = "hvdliterun --timeline-filename FILE records one"
+_decode = json.JSONDecoder().raw_decode
 _WITHOUT_NAME = re.compile(r"\.noname\.\d+$")
 _LARGEST = 2**53
 _ROWS_AHEAD = (timeline.NEGOTIATE, timeline.QUEUE)
+
+
+class TraceReader:
+    """The Chrome trace events of a file: an array, or an object with ``traceEvents``.
+
+    Attributes:
+        events: the number of events read so far.
+        problem: why there are no more events, if not because the file is complete; else empty.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.events = 0
+        self.problem = ""
+        if os.path.isdir(self.path):
+            raise StartError(f"{self.path} is a folder, expected a timeline's file; {_REMEDY}")
+        try:
+            # A name may be cut in a character; the event is incomplete, then.
+            self._file = open(self.path, encoding="utf-8", errors="replace")  # noqa: SIM115
+        except OSError as error:
+            raise StartError(f"{self.path}: {error.strerror}; {_REMEDY}") from None
+
+    def __iter__(self) -> Iterator[Event]:
+        """Return the events in the order of the file."""
+        with self._file:
+            text = self._file.read(_CHARACTERS)
+            start = _ARRAY.match(text) or _OBJECT.match(text)
+            if start is None:
+                found = f"starts with {text.strip()[:20]!r}" if text.strip() else "is empty"
+                raise StartError(
+                    f"{self.path} {found}, expected the JSON of Chrome trace events; {_REMEDY}"
+                )
+            position = start.end()
+            while True:
+                position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+                if text.startswith("]", position):
+                    return
+                try:
+                    event, position = _decode(text, position)
+                except ValueError:
+                    more = ""
+                    if len(text) - position < _CHARACTERS:
+                        more = self._file.read(_CHARACTERS)
+                    if not more:
+                        self._explain(text[position : position + 2 * _CHARACTERS])
+                        return
+                    text, position = text[position:] + more, 0
+                    continue
+                if not isinstance(event, dict):
+                    self._explain(text[position:])
+                    return
+                self.events += 1
+                yield event
+
+    def _explain(self, rest: str) -> None:
+        if len(rest) < _CHARACTERS and (not rest or rest.startswith("{")):
+            what = f"{self.path} is cut off (was the job killed?)"
+        else:
+            what = f"{self.path} is damaged"
+        self.problem = f"{what}: what follows counts its first {self.events} events"
 
 
 class Operations(NamedTuple):
@@ -102,7 +172,10 @@ class Record:
         self._rows: dict[Any, str] = {}
         self._ready: dict[Any, int] = {}
         self._blocked: dict[Any, int] = {}
-        self._horovod = _HorovodTensors(self)
+        # Of Horovod's processes: their names, events that have begun, and the ranks that have come.
+        self._names: dict[Any, str] = {}
+        self._open: dict[Any, list[tuple[str, int]]] = defaultdict(list)
+        self._arrivals: dict[Any, dict[int, int]] = defaultdict(dict)
 
     def read(self, events: Iterable[Event]) -> None:
         """Add the events of a trace, in the order of its file."""
@@ -114,7 +187,7 @@ class Record:
                 elif phase == "M":
                     self._metadata(event)
                 elif self.is_horovod:
-                    self._horovod.add(event)
+                    self._horovods(event)
                 elif phase in ("b", "e") and event["name"] == timeline.SYNCHRONIZE:
                     self._overlapping(event)
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -142,7 +215,7 @@ class Record:
                 self.ranks[_number(event["pid"])].name = str(name)
             else:
                 self.is_horovod = True
-                self._horovod.names[event["pid"]] = str(name)
+                self._names[event["pid"]] = str(name)
 
     def _complete(self, event: Event) -> None:
         name, start, thread = event["name"], _number(event["ts"]), event["tid"]
@@ -169,29 +242,12 @@ class Record:
         rank.see(start, end)
         rank.synchronize.extend((start, end))
 
+    def _horovods(self, event: Event) -> None:
+        """Add an event of Horovod's timeline: a process is a tensor, and events begin and end.
 
-def _number(value: Any) -> int:
-    """Return a time, a size or a rank as a whole number that arrays and floats can hold."""
-    number = int(value)
-    if not 0 <= number < _LARGEST:
-        raise ValueError(value)
-    return number
-
-
-class _HorovodTensors:
-    """The events of Horovod's timeline: a process is a tensor, and events begin and end.
-
-    While an operation is negotiated, an event without duration, named after the rank, says that
-    the rank has come.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self.names: dict[Any, str] = {}
-        self._record = record
-        self._open: dict[Any, list[tuple[str, int]]] = defaultdict(list)
-        self._arrivals: dict[Any, dict[int, int]] = defaultdict(dict)
-
-    def add(self, event: Event) -> None:
+        While an operation is negotiated, an event without duration, named after the rank, says that
+        the rank has come.
+        """
         tensor, phase, time = event["pid"], event["ph"], _number(event["ts"])
         if phase == "B":
             self._open[tensor].append((event["name"], time))
@@ -199,15 +255,20 @@ class _HorovodTensors:
             self._arrivals[tensor].setdefault(int(event["name"]), time)
         elif phase == "E" and self._open[tensor]:
             name, start = self._open[tensor].pop()
-            is_whole = not self._open[tensor] and not name.startswith(_ROWS_AHEAD)
-            if is_whole and self._arrivals[tensor]:
-                self._end(tensor, start, time)
+            if self._open[tensor] or name.startswith(_ROWS_AHEAD):
+                return  # a part of an operation
+            arrivals = self._arrivals.pop(tensor, {})
+            number = self.tensor("", self._names.get(tensor, str(tensor))) if arrivals else -1
+            for rank, ready in arrivals.items():
+                record = self.ranks[rank]
+                record.name = f"rank {rank}"
+                record.see(ready, time)
+                record.add(number, ready, max(start, ready), time)
 
-    def _end(self, tensor: Any, start: int, end: int) -> None:
-        number = self._record.tensor("", self.names.get(tensor, str(tensor)))
-        arrivals = self._arrivals.pop(tensor)
-        for rank, ready in arrivals.items():
-            record = self._record.ranks[rank]
-            record.name = f"rank {rank}"
-            record.see(ready, end)
-            record.add(number, ready, max(start, ready), end)
+
+def _number(value: Any) -> int:
+    """Return a time, a size or a rank as a whole number that arrays and floats can hold."""
+    number = int(value)
+    if not 0 <= number < _LARGEST:
+        raise ValueError(value)
+    return number

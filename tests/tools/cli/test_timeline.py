@@ -15,7 +15,7 @@ import pytest
 from hvdlite.errors import StartError
 from hvdlite.tools.cli import timeline as command
 from hvdlite.tools.trace import analysis as trace_analysis
-from hvdlite.tools.trace import reader
+from hvdlite.tools.trace import record
 from hvdlite.tools.trace.advice import advise
 from tests.harness import run_script
 
@@ -263,12 +263,12 @@ class TestFiles:
         assert read(str(trace.write(tmp_path))).slowest.waited_per_step == pytest.approx(0.045)
 
     def test_memory_is_bounded(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(reader, "_CHARACTERS", 2**12)
+        monkeypatch.setattr(record, "_CHARACTERS", 2**12)
         path = straggler(200).write(tmp_path)
         assert path.stat().st_size > 4 * 10**5
         tracemalloc.start()
         try:
-            count = sum(1 for _ in reader.TraceReader(path))
+            count = sum(1 for _ in record.TraceReader(path))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
