@@ -50,21 +50,19 @@ def make(parent: str) -> tuple[str, int]:
 
 def sweep(parent: str) -> None:
     """Remove the folders in `parent` whose processes have been killed."""
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        for name in filter(_NAME.fullmatch, os.listdir(parent)):
-            _remove_abandoned(os.path.join(parent, name))
-
-
-def _remove_abandoned(path: str) -> None:
-    """Remove a folder from `make` if the process that has made it is gone."""
-    with contextlib.suppress(OSError):  # it is none, another user's, or locked
-        lock = _open(path)
-        try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(path)
-        finally:
-            os.close(lock)
+        names = os.listdir(parent)
+    for name in filter(_NAME.fullmatch, names):
+        path = os.path.join(parent, name)
+        with contextlib.suppress(OSError):  # it is none, another user's, or locked
+            lock = _open(path)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(path)
+            finally:
+                os.close(lock)
 
 
 def _open(path: str) -> int:

@@ -44,33 +44,32 @@ _TCP_ONLY = {
     "FI_PROVIDER": "tcp",
     "UCX_TLS": "tcp,self,sm",
 }
+_FLAG: Any = {"action": "store_const", "const": True}
+_VALUE: Any = {"metavar": "X"}
+_SWITCH: Any = {"action": argparse.BooleanOptionalAction}
 # Options of horovodrun that have no effect here: with an opposite, with a value, flags.
-_IGNORED_SWITCHES = (
-    "hierarchical-allreduce",
-    "hierarchical-allgather",
-    "torus-allreduce",
-    "autotune",
-    "mpi-threads-disable",
-    "log-hide-timestamp",
-)
-_IGNORED_VALUES = (
-    "autotune-log-file",
-    "autotune-warmup-samples",
-    "autotune-steps-per-sample",
-    "autotune-bayes-opt-max-samples",
-    "autotune-gaussian-process-noise",
-    "num-nccl-streams",
-    "thread-affinity",
-    "gloo-timeout-seconds",
-)
-_IGNORED_FLAGS = (
-    "log-with-timestamp",
-    "log-without-timestamp",
-    "disable-cache",
-    "gloo",
-    "mpi",
-    "jsrun",
-)
+_IGNORED = {
+    "hierarchical-allreduce": _SWITCH,
+    "hierarchical-allgather": _SWITCH,
+    "torus-allreduce": _SWITCH,
+    "autotune": _SWITCH,
+    "mpi-threads-disable": _SWITCH,
+    "log-hide-timestamp": _SWITCH,
+    "autotune-log-file": _VALUE,
+    "autotune-warmup-samples": _VALUE,
+    "autotune-steps-per-sample": _VALUE,
+    "autotune-bayes-opt-max-samples": _VALUE,
+    "autotune-gaussian-process-noise": _VALUE,
+    "num-nccl-streams": _VALUE,
+    "thread-affinity": _VALUE,
+    "gloo-timeout-seconds": _VALUE,
+    "log-with-timestamp": _FLAG,
+    "log-without-timestamp": _FLAG,
+    "disable-cache": _FLAG,
+    "gloo": _FLAG,
+    "mpi": _FLAG,
+    "jsrun": _FLAG,
+}
 # The sections of a config file, and the beginning of their options' names.
 _SECTIONS = {
     "autotune": "autotune_",
@@ -111,8 +110,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def without_effect(options: argparse.Namespace) -> list[str]:
     """Return the options that were given and have no effect."""
-    names = (*_IGNORED_SWITCHES, *_IGNORED_VALUES, *_IGNORED_FLAGS)
-    return [f"--{name}" for name in names if getattr(options, name.replace("-", "_")) is not None]
+    return [
+        f"--{name}" for name in _IGNORED if getattr(options, name.replace("-", "_")) is not None
+    ]
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
@@ -177,8 +177,6 @@ def make_parser() -> Parser:
         description="Run a command on N processes through mpirun.",
         allow_abbrev=False,
     )
-    flag: Any = {"action": "store_const", "const": True}
-    switch: Any = {"action": argparse.BooleanOptionalAction}
     number: Any = {"metavar": "N", "type": _at_least(0)}
     positive: Any = {"metavar": "N", "type": _at_least(1)}
     words: Any = {"metavar": "A", "type": _words}
@@ -188,12 +186,12 @@ def make_parser() -> Parser:
     add("-H --hosts", "host1:2,host2:2; default: this host, or the batch job's")
     add("-hostfile --hostfile", "file with one 'host slots=N' or 'host:N' per line", metavar="F")
     add("--restarts", "start the job again, up to N times, when a rank fails", **number)
-    add("--horovod", "have `import horovod` find hvdlite in all of the command", **flag)
-    add("--torch", "run a script for torchrun, with hvdlite as its backend", **flag)
+    add("--horovod", "have `import horovod` find hvdlite in all of the command", **_FLAG)
+    add("--torch", "run a script for torchrun, with hvdlite as its backend", **_FLAG)
     add("--config-file", "horovodrun's YAML file; the command line comes first", metavar="F")
 
     add = parser.begin_group("elastic jobs")
-    add("--elastic", "go on without a rank that has died, in the same step (Open MPI 5)", **flag)
+    add("--elastic", "go on without a rank that has died, in the same step (Open MPI 5)", **_FLAG)
     add("--spares", "N more processes, which replace ranks that die (--elastic)", **number)
     add("--min-np --min-num-proc", "wait for hosts below N ranks; default: -np", **positive)
     add("--max-np --max-num-proc", "take in hosts up to N ranks; default: -np", **positive)
@@ -209,17 +207,17 @@ def make_parser() -> Parser:
     add = parser.begin_group("output")
     add("--output-filename", "write what rank N prints to D/rank.N/stdout and stderr", metavar="D")
     timestamp = "-prefix-timestamp --prefix-output-with-timestamp"
-    add(timestamp, "put the time before each line of output (Open MPI)", **flag)
+    add(timestamp, "put the time before each line of output (Open MPI)", **_FLAG)
     levels = "trace, debug, info, warning, error, fatal"
     add("--log-level", f"of hvdlite's logger: {levels}", **_setting("LOG_LEVEL", "LEVEL"))
-    add("--verbose", "print mpirun's command line", **flag)
+    add("--verbose", "print mpirun's command line", **_FLAG)
 
     add = parser.begin_group("communication")
     mebibytes: Any = {"metavar": "N", "type": lambda text: _at_least(0)(text) * 2**20}
     add("--fusion-threshold-mb", "size of a gradient bucket in MiB", **mebibytes)
     add("--cycle-time-ms", "time in which operations come together", **_setting("CYCLE_TIME"))
     add("--cache-capacity", "number of named operations kept ready", **_setting("CACHE_CAPACITY"))
-    add("--tcp", "use TCP only, for MPI and for NCCL", **flag)
+    add("--tcp", "use TCP only, for MPI and for NCCL", **_FLAG)
     names: Any = {"metavar": "NAMES", "action": "append"}
     add("--network-interfaces --network-interface", "those between hosts: eth0,eth1", **names)
 
@@ -232,22 +230,18 @@ def make_parser() -> Parser:
 
     add = parser.begin_group("timeline and stalls")
     add("--timeline-filename", "write what the ranks do when to F, for Perfetto", metavar="F")
-    add("--timeline-mark-cycles", "mark each round in it", **switch)
-    add("--stall-check", "report long waits (the default)", **switch)
+    add("--timeline-mark-cycles", "mark each round in it", **_SWITCH)
+    add("--stall-check", "report long waits (the default)", **_SWITCH)
     for what, does in ("warning", "report waits"), ("shutdown", "fail after waits"):
         setting = _setting(SETTINGS[f"stall_check_{what}_time_seconds"])
         add(f"--stall-check-{what}-time-seconds", f"{does} of N seconds", **setting)
 
     add = parser.begin_group("instead of a job")
-    add("-cb --check-build", "print what is installed, and exit", **flag)
+    add("-cb --check-build", "print what is installed, and exit", **_FLAG)
 
     add = parser.begin_group("options of horovodrun without effect here")
-    for name in _IGNORED_SWITCHES:
-        add(f"--{name}", "ignored", **switch)
-    for name in _IGNORED_VALUES:
-        add(f"--{name}", "ignored", metavar="X")
-    for name in _IGNORED_FLAGS:
-        add(f"--{name}", "ignored", **flag)
+    for name, keywords in _IGNORED.items():
+        add(f"--{name}", "ignored", **keywords)
 
     parser.add_argument("-v", "--version", action="version", version=__version__)
     parser.add_argument(

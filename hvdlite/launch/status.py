@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hvdlite.errors import ranks_text
 from hvdlite.observe.status import ANSWER, FILE, SIGNAL, Pending, process_line
@@ -26,14 +25,6 @@ _OWN = re.compile(rf'(?:  File "{re.escape(os.path.dirname(os.path.dirname(__fil
 _IN_HVDLITE = re.compile(rf"{_OWN.pattern}|  \.\.\. .*\n")
 # The frames that are shown of a deep stack: of hvdlite or a framework, and of the program.
 _INNERMOST, _OUTERMOST = 16, 8
-
-
-class _Rank(NamedTuple):
-    """A rank that has been asked, and the size of its file before."""
-
-    path: Path
-    pid: int
-    size: int
 
 
 def report(folder: str) -> str:
@@ -54,7 +45,7 @@ def report(folder: str) -> str:
         time.sleep(_TICK)
     lines = _waiting(answers)
     if silent:
-        pids = ", ".join(str(ranks[number].pid) for number in silent)
+        pids = ", ".join(str(ranks[number][0]) for number in silent)
         lines.append(
             f"{ranks_text(silent)} (process {pids}): no answer from Python within "
             f"{_SECONDS:.0f} s: in compiled code, or stopped"
@@ -69,23 +60,24 @@ def report(folder: str) -> str:
     return "\n".join(lines)
 
 
-def _ask(folder: str) -> dict[int, _Rank]:
+def _ask(folder: str) -> dict[int, tuple[int, Path, int]]:
+    """Ask all ranks; return each one's process, its file, and the size of that before."""
     ranks = {}
     for path in Path(folder).glob(f"rank.*/{FILE}"):
         with contextlib.suppress(OSError, ValueError):
             line, _, _ = (text := path.read_text(errors="replace")).partition("\n")
             pid = int(line.split()[1])
             if process_line(pid) == line + "\n":
-                ranks[int(path.parent.suffix[1:])] = _Rank(path, pid, len(text.encode()))
+                ranks[int(path.parent.suffix[1:])] = pid, path, len(text.encode())
                 os.kill(pid, SIGNAL)
     return dict(sorted(ranks.items()))
 
 
-def _texts(ranks: Mapping[int, _Rank]) -> dict[int, str]:
+def _texts(ranks: Mapping[int, tuple[int, Path, int]]) -> dict[int, str]:
     texts = {}
-    for number, rank in ranks.items():
-        with contextlib.suppress(OSError), rank.path.open("rb") as file:
-            file.seek(rank.size)
+    for number, (_, path, size) in ranks.items():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(size)
             texts[number] = file.read().decode(errors="replace")
     return texts
 

@@ -44,23 +44,19 @@ def read(file: IO[bytes]) -> tuple[Any, list[npt.NDArray[Any]]]:
         Exception: the file is damaged; zipfile and numpy raise a dozen types.
     """
     with zipfile.ZipFile(file) as archive:
-        header = _read_header(archive, file.name)
+        if STRUCTURE not in archive.namelist():
+            raise CheckpointError(
+                f"{file.name} is not a checkpoint of hvdlite: a zip file without {STRUCTURE} "
+                f"(it has {', '.join(archive.namelist()[:3]) or 'nothing'})"
+            )
+        header = json.loads(archive.read(STRUCTURE))
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{file.name} is not a checkpoint of hvdlite: {STRUCTURE} lacks the format "
+                f"{_FORMAT!r}"
+            )
+        check_version(file.name, header["version"], _VERSION)
         return header["tree"], [_read_array(archive, i) for i in range(header["arrays"])]
-
-
-def _read_header(archive: zipfile.ZipFile, path: str) -> dict[str, Any]:
-    if STRUCTURE not in archive.namelist():
-        raise CheckpointError(
-            f"{path} is not a checkpoint of hvdlite: a zip file without {STRUCTURE} "
-            f"(it has {', '.join(archive.namelist()[:3]) or 'nothing'})"
-        )
-    header = json.loads(archive.read(STRUCTURE))
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of hvdlite: {STRUCTURE} lacks the format {_FORMAT!r}"
-        )
-    check_version(path, header["version"], _VERSION)
-    return header
 
 
 def _read_array(archive: zipfile.ZipFile, number: int) -> npt.NDArray[Any]:

@@ -30,11 +30,6 @@ _SMALL, _CALLS_IF_SMALL = 2**20, 20
 _BURST_TENSORS, _BURST_BYTES = 400, 16 * 1024
 
 
-def _wait_for_all(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.wait()
-
-
 @dataclass(frozen=True)
 class Library:
     """A library that sums tensors over all ranks, in place.
@@ -48,7 +43,7 @@ class Library:
 
     sum: Callable[[Any, str], object]
     start: Callable[[Any, str], Any]
-    wait: Callable[[Sequence[Any]], object] = _wait_for_all
+    wait: Callable[[Sequence[Any]], object] = lambda handles: [each.wait() for each in handles]
     view: Callable[[Array], Any] = np.asarray
 
     def call(self, arrays: Sequence[Array], name: str) -> Call:
@@ -182,10 +177,5 @@ def _bucket(nbytes: int) -> Contender:
 
 
 def _copying(arrays: Sequence[Array]) -> Call:
-    targets = [np.empty_like(array) for array in arrays]
-
-    def call() -> None:
-        for target, array in zip(targets, arrays, strict=True):
-            np.copyto(target, array)
-
-    return call
+    copies = [partial(np.copyto, np.empty_like(array), array) for array in arrays]
+    return lambda: [copy() for copy in copies]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdlite.errors import StartError
 from hvdlite.tools.bench import report
 from hvdlite.tools.cli.arguments import check_file
@@ -138,9 +140,9 @@ def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor
 
     sizes = [record["bytes"] for record in records]
     for name in records[0][key]:
-        values = [record[key][name] for record in records]
         low, median, high = (
-            [factor * value[which] for value in values] for which in ("p10", "median", "p90")
+            [factor * record[key][name][which] for record in records]
+            for which in ("p10", "median", "p90")
         )
         style = "--o" if name == "memcpy" else "-o"
         axes.plot(sizes, median, style, color=COLORS[name], label=name, markersize=4)
@@ -179,21 +181,19 @@ def _bars(
     axes: Any, seconds: Mapping[str, Mapping[str, float]], added: Mapping[str, str] | None = None
 ) -> None:
     """Draw bars of medians with their spread, in milliseconds, and texts above them."""
-    for position, (name, value) in enumerate(seconds.items()):
-        median, low, high = (_MILLISECONDS * value[key] for key in ("median", "p10", "p90"))
-        axes.bar(position, median, color=COLORS.get(name, COLORS["hvdlite"]), width=0.65)
-        spread = [[median - low], [high - median]]
-        axes.errorbar(position, median, yerr=spread, color="black", capsize=4, linewidth=1)
-        text = "\n".join(filter(None, [report.time_text(value["median"]), (added or {}).get(name)]))
-        axes.annotate(
-            text,
-            (position, high),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize="small",
-        )
-    axes.set_xticks(range(len(seconds)), [name.replace("-", "\n", 1) for name in seconds])
+    low, median, high = (
+        np.array([_MILLISECONDS * value[key] for value in seconds.values()])
+        for key in ("p10", "median", "p90")
+    )
+    names = [name.replace("-", "\n", 1) for name in seconds]
+    colors = [COLORS.get(name, COLORS["hvdlite"]) for name in seconds]
+    spread = [median - low, high - median]
+    bars = axes.bar(names, median, width=0.65, color=colors, yerr=spread, capsize=4)
+    texts = [
+        "\n".join(filter(None, [report.time_text(value["median"]), (added or {}).get(name)]))
+        for name, value in seconds.items()
+    ]
+    axes.bar_label(bars, texts, padding=4, fontsize="small")
     axes.set_ylabel("ms (median, 10 - 90 %)")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

@@ -71,7 +71,9 @@ def main(options: argparse.Namespace) -> int:
     except SettingsError as error:
         raise StartError(str(error)) from None
     results = []
-    for fault in options.fault or default_faults(options.np, options.step):
+    last, at = options.np - 1, f"step={options.step}"
+    deaths = dict.fromkeys(f"kill:rank={rank},{at}" for rank in (last, 0))
+    for fault in options.fault or ["", *deaths, f"stop:rank={last},{at},seconds=5"]:
         results.append(_run(fault, command, options))
         if not options.json:
             print(describe(results[-1]), flush=True)
@@ -81,16 +83,6 @@ def main(options: argparse.Namespace) -> int:
         document = {"command": shlex.join(command), "ranks": options.np, "results": results}
         print(json.dumps(document, indent=2))
     return int(any(result["code"] != 0 for result in results))
-
-
-def default_faults(ranks: int, step: int) -> list[str]:
-    """Return the failures that are planted if the user names none; the first is none."""
-    last = ranks - 1
-    return [
-        "",
-        *dict.fromkeys(f"kill:rank={rank},step={step}" for rank in (last, 0)),
-        f"stop:rank={last},step={step},seconds=5",
-    ]
 
 
 def describe(result: Mapping[str, Any]) -> str:

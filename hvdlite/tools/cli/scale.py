@@ -111,19 +111,13 @@ def main(options: argparse.Namespace) -> int:
 
 def _ranks(options: argparse.Namespace) -> tuple[list[int], list[str]]:
     """Return the numbers of ranks, and the script's arguments without a ``--np`` among them."""
-    words, found = list(options.args), options.np
-    for at, word in enumerate(words):
-        if word == "--":
-            break
-        if word == "--np" or word.startswith("--np="):
-            value = word[5:] if "=" in word else "".join(words[at + 1 : at + 2])
-            try:
-                found = numbers(value)
-            except argparse.ArgumentTypeError as error:
-                raise StartError(f"--np: {error}") from None
-            del words[at : at + (1 if "=" in word else 2)]
-            break
-    return found or [1, 2], words
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--np", type=numbers, default=options.np or [1, 2])
+    try:
+        late, words = parser.parse_known_args(options.args)
+    except argparse.ArgumentError as error:
+        raise StartError(str(error)) from None
+    return late.np, words
 
 
 def _run(number: int, turn: int, command: Sequence[str], options: argparse.Namespace) -> Run:

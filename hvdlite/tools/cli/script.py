@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdlite.launch.cli import check
+from hvdlite.launch.rank import shell_code
 
 #: How many lines of a job that failed are shown.
 LAST_LINES = 15
@@ -95,6 +96,5 @@ def run(
             process.wait()
         output.seek(0)
         errors.seek(0)
-        if code is not None and code < 0:
-            code = 128 - code  # as shells have it
+        code = None if code is None else shell_code(code)
         return Ended(code, seconds, output.read(), errors.read())

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,7 @@ def main(folder: str) -> None:
 
 def _try(settings: dict[str, str]) -> dict[str, Any]:
     """Run every collective in a world with these settings, and time the largest."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler = BufferingHandler(1000)
     logger = logging.getLogger("hvdlite")
     logger.addHandler(handler)
     logger.propagate = False
@@ -74,7 +73,7 @@ def _try(settings: dict[str, str]) -> dict[str, Any]:
                 "transport": runtime.engine().named.carrier,
                 "wrong": wrong,
                 "seconds": seconds,
-                "warnings": warnings,
+                "warnings": [record.getMessage() for record in handler.buffer],
             }
         finally:
             hvd.shutdown()
