@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from keras import layers
 from mpi4py import MPI
 
 import hvdlite.tensorflow as hvd
-from hvdlite.tools.bench.job import naming
+from hvdlite.tools.bench.job import start_horovod
 from hvdlite.tools.bench.workloads import (
     CLASSES,
     LEARNING_RATE,
@@ -44,26 +43,22 @@ class Replica:
         self._model = build(workload)
         self._optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
         self._optimizer.build(self._model.trainable_variables)
-        self._step = tf.function(self._trained_with(wrap))
-        self._loss = 0.0
-
-    def _trained_with(self, wrap: Wrapping) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-        variables = self._model.trainable_variables
-
-        def step(samples: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-            with tf.GradientTape() as tape:
-                outputs = self._model(samples, training=True)
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
-                loss = tf.reduce_mean(losses)
-            gradients = wrap(tape).gradient(loss, variables)
-            self._optimizer.apply(gradients, variables)
-            return loss
-
-        return step
+        self._wrap, self._loss = wrap, 0.0
 
     def step(self) -> None:
         """Train on the batch once."""
         self._loss = float(self._step(*self._batch))
+
+    @tf.function
+    def _step(self, samples: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        variables = self._model.trainable_variables
+        with tf.GradientTape() as tape:
+            outputs = self._model(samples, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+            loss = tf.reduce_mean(losses)
+        gradients = self._wrap(tape).gradient(loss, variables)
+        self._optimizer.apply(gradients, variables)
+        return loss
 
     def loss(self) -> float:
         """Return the last step's loss."""
@@ -94,10 +89,7 @@ def replicas(
         "mpi": lambda tape: _AveragingTape(comm, tape),
     }
     if "horovod" in names:
-        with naming("horovod"):
-            other = importlib.import_module("horovod.tensorflow")
-            other.init()
-        ways["horovod"] = other.DistributedGradientTape
+        ways["horovod"] = start_horovod("tensorflow").DistributedGradientTape
     chosen = [name for name in ways if name in names]
     yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
     hvd.shutdown()

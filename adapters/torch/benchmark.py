@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
 from hvdlite.tools.bench.allreduce_ranks import Library
-from hvdlite.tools.bench.job import naming
+from hvdlite.tools.bench.job import naming, start_horovod
 from hvdlite.tools.bench.workloads import (
     CLASSES,
     LEARNING_RATE,
@@ -54,18 +54,6 @@ def gloo(comm: MPI.Comm) -> Iterator[None]:
     comm.Barrier()  # rank 0's store serves the others until here
 
 
-def _horovod() -> Any:
-    """Return Horovod, initialised.
-
-    Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
-    also while others are timed.
-    """
-    with naming("horovod"):
-        module = importlib.import_module("horovod.torch")
-        module.init()
-    return module
-
-
 # Sums
 
 
@@ -79,7 +67,7 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
     torch.set_num_threads(1)
     found = {"hvdlite": _like_horovod(hvd)}
     if "horovod" in names:
-        found["horovod"] = _like_horovod(_horovod())
+        found["horovod"] = _like_horovod(start_horovod("torch"))
     found["gloo"] = Library(
         lambda tensor, _: dist.all_reduce(tensor),
         lambda tensor, _: dist.all_reduce(tensor, async_op=True),
@@ -175,8 +163,7 @@ def replicas(
         "fsdp-hvdlite": partial(_fsdp, backend="hvdlite"),
     }
     if "horovod" in names:
-        other = _horovod()
-        ways["horovod"] = lambda model: _distributed(other, model)
+        ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
     if not any(True for _ in build(workload).buffers()) and "ddp" in chosen:
         chosen = [name for name in chosen if name != "ddp-no-buffers"]

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
-from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench import measurement
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave, timed
 from hvdlite.transport import Transport
 from hvdlite.transport.loopback import Loopback
@@ -80,7 +80,7 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
 
     Returns:
         Seconds of a memcpy of the bucket, until the first bytes could be sent (``encode``), and of
-        everything (``alone``), each as `statistics.summary`; the ratio of ``encode`` to the
+        everything (``alone``), each as `measurement.summary`; the ratio of ``encode`` to the
         memcpy, likewise; and ``peak``, the temporary memory in buckets.
     """
     watch = _Watch()
@@ -104,8 +104,8 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
         tracemalloc.stop()
     seconds = dict(zip(("memcpy", "encode", "alone"), samples, strict=True))
     return {
-        **{name: statistics.summary(values) for name, values in seconds.items()},
-        "encode / memcpy": statistics.ratio(seconds["encode"], seconds["memcpy"]),
+        **{name: measurement.summary(values) for name, values in seconds.items()},
+        "encode / memcpy": measurement.ratio(seconds["encode"], seconds["memcpy"]),
         "peak": (peak + watch.kept) / exchange.bucket.send.nbytes,
     }
 
@@ -116,7 +116,7 @@ def on_all_ranks(
     """Measure whole exchanges, dense ones and copies in turns; collective.
 
     Returns:
-        Seconds by contender, as `statistics.summary`.
+        Seconds by contender, as `measurement.summary`.
     """
     exchange = _Exchange(entry.strategy, transport)
     contenders = [
@@ -129,7 +129,7 @@ def on_all_ranks(
     Ranks(comm).meet()
     limit = Limit(rounds=rounds, seconds=60.0, at_least=1)
     found = interleave(Ranks(comm), contenders, limit)
-    return {name: statistics.summary(seconds) for name, seconds in found.items()}
+    return {name: measurement.summary(seconds) for name, seconds in found.items()}
 
 
 def _memcpy(bucket: Bucket) -> Callable[[], object]:

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.base.reduction import Scaling, Sum
-from hvdlite.tools.bench import job, report, statistics
+from hvdlite.tools.bench import job, measurement, report
 from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.tools.cli.arguments import positive
 from hvdlite.transport.gpu.base import DeviceTransport
@@ -127,7 +127,7 @@ def _measure_size(
     seconds = dict(zip(contenders, slowest.T, strict=True))
     return {
         "rounds": len(rows),
-        "seconds": {name: statistics.summary(samples) for name, samples in seconds.items()},
+        "seconds": {name: measurement.summary(samples) for name, samples in seconds.items()},
     }
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
-from hvdlite.tools.bench import job, report, statistics
+from hvdlite.tools.bench import job, measurement, report
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
 from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli.arguments import positive
@@ -109,8 +109,8 @@ def _measure(
         "ranks": comm.size,
         "batch_per_rank": _BATCHES[workload],
         "device": torch.cuda.get_device_name(),
-        **statistics.compare(times, "alone"),
-        "overheads": {name: statistics.overhead(times[name], times["alone"]) for name in others},
+        **measurement.compare(times, "alone"),
+        "overheads": {name: measurement.overhead(times[name], times["alone"]) for name in others},
     }
 
 

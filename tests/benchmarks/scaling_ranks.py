@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench import measurement
 from hvdlite.tools.bench.job import say
 from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.torch import benchmark
@@ -109,12 +109,12 @@ def _records(
                 "steps_in_a_row": steps,
                 "rounds": len(single),
                 "images_per_second": {
-                    name: statistics.summary(values[:, index]) for name, values in images.items()
+                    name: measurement.summary(values[:, index]) for name, values in images.items()
                 },
-                "speedup": statistics.ratio(hvdlite[:, index], single),
-                "efficiency": statistics.ratio(hvdlite[:, index], number * single),
-                "of_limit": statistics.ratio(hvdlite[:, index], alone[:, index]),
-                "speedup_of_limit": statistics.ratio(alone[:, index], single),
+                "speedup": measurement.ratio(hvdlite[:, index], single),
+                "efficiency": measurement.ratio(hvdlite[:, index], number * single),
+                "of_limit": measurement.ratio(hvdlite[:, index], alone[:, index]),
+                "speedup_of_limit": measurement.ratio(alone[:, index], single),
             }
         )
     return records

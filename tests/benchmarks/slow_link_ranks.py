@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench import measurement
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
 from tests.benchmarks import traffic
 from tests.benchmarks.compression_training import distributed, make_model, train_step
@@ -53,8 +53,8 @@ def measure(comm: MPI.Comm, names: Sequence[str], limit: dict[str, Any]) -> list
             "bytes_per_step": sent[entry.name],
             "rounds": len(seconds[entry.name]),
             "steps_in_a_row": _STEPS,
-            "seconds": statistics.summary(seconds[entry.name]),
-            "speedup": statistics.ratio(seconds[DENSE.name], seconds[entry.name]),
+            "seconds": measurement.summary(seconds[entry.name]),
+            "speedup": measurement.ratio(seconds[DENSE.name], seconds[entry.name]),
         }
         for entry in entries
     ]

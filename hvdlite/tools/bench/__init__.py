@@ -8,8 +8,7 @@
 
 On the ranks::
 
-    measurement      contenders take turns, round by round
-    statistics       medians, spreads, ratios within a round
+    measurement      contenders take turns, round by round; medians, spreads, ratios within a round
     allreduce_ranks  sums of one array, and of many at once
     training_ranks   training steps; `hvdlite.torch.benchmark` and `hvdlite.tensorflow.benchmark`
                      have the models

@@ -16,9 +16,8 @@ import hvdlite as hvd
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients.exchange import GradientExchange
-from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.job import naming, say
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, compare, interleave
 from hvdlite.tools.bench.report import count_text, size_text
 
 Array = np.ndarray[Any, Any]
@@ -117,7 +116,7 @@ def _measure(
         "tensors": tensors,
         "dtype": _DTYPE.name,
         "calls_in_a_row": calls,
-        **statistics.compare(times),
+        **compare(times),
     }
 
 

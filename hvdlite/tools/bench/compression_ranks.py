@@ -17,9 +17,8 @@ from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Re
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.job import say
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, compare, interleave
 from hvdlite.tools.bench.report import count_text, table, time_text
 from hvdlite.tools.bench.workloads import WORKLOADS
 
@@ -120,7 +119,7 @@ def measure(
         "title": title,
         "ranks": comm.size,
         "bytes": advice.nbytes,
-        **statistics.compare(times, "none"),
+        **compare(times, "none"),
         "advice": str(advice),
     }
     return [record]

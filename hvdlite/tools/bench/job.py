@@ -109,6 +109,18 @@ def naming(contender: str) -> Iterator[None]:
         ) from error
 
 
+def start_horovod(framework: str) -> Any:
+    """Return Horovod for a framework, initialised.
+
+    Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
+    also while others are timed.
+    """
+    with naming("horovod"):
+        module = importlib.import_module(f"horovod.{framework}")
+        module.init()
+    return module
+
+
 def say(comm: Any, text: str) -> None:
     """Print a line of progress, on rank 0 only; all ranks call it."""
     watch()

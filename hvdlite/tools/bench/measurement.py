@@ -1,17 +1,20 @@
-"""Time several contenders that take turns in the same processes."""
+"""Time several contenders that take turns in the same processes; medians, spreads and ratios."""
 
 from __future__ import annotations
 
 import faulthandler
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+Samples = np.ndarray[Any, Any]
+
 _PATIENCE = 300.0
 _SHORTEST_SLEEP, _MAX_SLEEP = 5e-5, 0.02
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Contender:
 
     name: str
     call: Callable[[], object]
-    inputs: Sequence[np.ndarray[Any, Any]] = ()
-    outputs: Callable[[], Sequence[np.ndarray[Any, Any]]] = tuple
+    inputs: Sequence[Samples] = ()
+    outputs: Callable[[], Sequence[Samples]] = tuple
 
     def prepare(self, value: float = 1.0) -> None:
         """Fill the inputs."""
@@ -66,10 +69,10 @@ class Ranks:
             time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _MAX_SLEEP))
         self._comm.Barrier()
 
-    def slowest(self, times: Any) -> np.ndarray[Any, Any]:
+    def slowest(self, times: Any) -> Samples:
         """Return the greatest of all ranks' times, one by one."""
         watch()
-        found: np.ndarray[Any, Any] = np.max(self._comm.allgather(times), axis=0)
+        found: Samples = np.max(self._comm.allgather(times), axis=0)
         return found
 
 
@@ -106,7 +109,7 @@ def timed(call: Callable[[], object], calls: int = 1) -> float:
 
 def interleave(
     ranks: Ranks, contenders: Sequence[Contender], limit: Limit, calls: int = 1
-) -> dict[str, np.ndarray[Any, Any]]:
+) -> dict[str, Samples]:
     """Let the contenders take turns; collective.
 
     Args:
@@ -127,3 +130,63 @@ def interleave(
         rows.append(row)
     slowest = ranks.slowest(rows)
     return {contender.name: slowest[:, index] for index, contender in enumerate(contenders)}
+
+
+# Statistics
+
+
+def compare(times: Mapping[str, Samples], than: str = "hvdlite") -> dict[str, Any]:
+    """Return the part of a record that has the times of all contenders.
+
+    Args:
+        times: by contender: seconds in each round.
+        than: the contender that the others are compared with.
+
+    Returns:
+        ``rounds``; ``seconds`` and ``ratios`` (how many times as long as ``than``) as `summary`;
+        and ``samples``, the times themselves.
+    """
+    return {
+        "rounds": len(times[than]),
+        "seconds": {name: summary(samples) for name, samples in times.items()},
+        "ratios": {
+            name: ratio(samples, times[than]) for name, samples in times.items() if name != than
+        },
+        "samples": {name: samples.tolist() for name, samples in times.items()},
+    }
+
+
+def summary(samples: Samples) -> dict[str, float]:
+    """Return the median, and as spread the 10th and 90th percentile."""
+    low, median, high = np.percentile(samples, [10, 50, 90])
+    return {"median": float(median), "p10": float(low), "p90": float(high)}
+
+
+def ratio(over: Samples, under: Samples) -> dict[str, float]:
+    """Return the ratio within each round, as `summary`."""
+    return summary(over / under)
+
+
+def overhead(samples: Samples, alone: Samples) -> dict[str, float]:
+    """Return the difference within each round, as `summary`.
+
+    The median of the differences, not the difference of the medians: the noise that both of a
+    round have in common drops out.
+    """
+    return summary(samples - alone)
+
+
+def overhead_ratio(over: Samples, under: Samples, alone: Samples) -> dict[str, float]:
+    """Return the ratio of two median overheads, with a bootstrap interval of 80 %.
+
+    Rounds are drawn again with replacement (Efron 1979, Annals of Statistics 7), whole, because
+    the samples of one round belong together.
+    """
+    draws = np.random.default_rng(0).integers(len(alone), size=(_RESAMPLES, len(alone)))
+    values = _ratio_of_medians(over[draws], under[draws], alone[draws])
+    return {**summary(values), "median": float(_ratio_of_medians(over, under, alone))}
+
+
+def _ratio_of_medians(over: Samples, under: Samples, alone: Samples) -> Samples:
+    ratios: Samples = np.median(over - alone, axis=-1) / np.median(under - alone, axis=-1)
+    return ratios

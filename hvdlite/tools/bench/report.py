@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -55,19 +55,18 @@ def spread_text(values: Spread | None) -> str:
     if values is None:
         return "-"
     factor, unit = _unit(values["median"])
-    median, low, high = (_three_digits(factor * values[key]) for key in ("median", "p10", "p90"))
-    return f"{median} ({low} - {high}) {unit}"
+    return f"{_spread(values, lambda value: _three_digits(factor * value))} {unit}"
 
 
 def ratio_text(values: Spread | None) -> str:
     """Return a median ratio and its spread: 5.6 (4.5 - 7.4); a dash for none."""
     if values is None:
         return "-"
-    median, low, high = (
-        f"{values[key]:.2g}" if abs(values[key]) < 1 else _three_digits(values[key])
-        for key in ("median", "p10", "p90")
-    )
-    return f"{median} ({low} - {high})"
+    return _spread(values, lambda value: f"{value:.2g}" if abs(value) < 1 else _three_digits(value))
+
+
+def _spread(values: Spread, text: Callable[[float], str]) -> str:
+    return f"{text(values['median'])} ({text(values['p10'])} - {text(values['p90'])})"
 
 
 def _unit(seconds: float) -> tuple[float, str]:

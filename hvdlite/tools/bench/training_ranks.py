@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.job import naming, say
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import (
+    Contender,
+    Limit,
+    Ranks,
+    compare,
+    interleave,
+    overhead,
+    overhead_ratio,
+)
 from hvdlite.tools.bench.report import count_text
 from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
 
@@ -42,7 +49,7 @@ def measure(
         "ranks": comm.size,
         "batch_per_rank": chosen.batch,
         "steps_in_a_row": chosen.steps,
-        **statistics.compare(times),
+        **compare(times),
         **_compare_overheads(times),
     }
     return [record]
@@ -56,9 +63,9 @@ def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
     on_gloo = [(name, name.partition("-")[0]) for name in others if name in BACKENDS]
     pairs += [(name, base) for name, base in on_gloo if name != base and base in others]
     return {
-        "overhead_seconds": {name: statistics.overhead(times[name], alone) for name in others},
+        "overhead_seconds": {name: overhead(times[name], alone) for name in others},
         "overhead_ratios": {
-            f"{name} / {other}": statistics.overhead_ratio(times[name], times[other], alone)
+            f"{name} / {other}": overhead_ratio(times[name], times[other], alone)
             for name, other in pairs
         },
     }

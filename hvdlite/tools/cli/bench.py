@@ -109,8 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=description[0].lower() + description[1:-1],
             description=f"{description} The contenders take turns in the same processes.",
             epilog=benchmark.examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         _add_options(command, benchmark)
 
@@ -183,15 +181,12 @@ def main(options: argparse.Namespace) -> int:
     if options.plot:
         plots.save(_BENCHMARKS[options.benchmark].plot(document), options.plot)
     text = json.dumps(document, indent=2)
-    if options.json == "-":
-        print(text)
-        return 0
-    if options.json:
+    if options.json not in (None, "-"):
         try:
             Path(options.json).write_text(f"{text}\n")
         except OSError as error:
             raise StartError(f"--json {options.json}: {error.strerror}") from None
-    print("\n".join(describe(document)))
+    print(text if options.json == "-" else "\n".join(describe(document)))
     return 0
 
 

@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdlite.errors import StartError
 from hvdlite.launch import cli as launcher
@@ -33,7 +33,12 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports each mistake in one line."""
+    """A parser that keeps the lines of its texts, and reports each mistake in one line."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **keywords
+        )
 
     def error(self, message: str) -> NoReturn:
         found = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
@@ -66,8 +71,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hvdlite",
         description="Train on many processes, and see how well that goes.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(
@@ -84,13 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for name in COMMANDS:
         module = importlib.import_module(f"hvdlite.tools.cli.{name}")
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = commands.add_parser(name, help=module.HELP, epilog=module.EXAMPLES)
         module.add_arguments(command)
         command.set_defaults(main=module.main)
     command = commands.add_parser(
