@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from hvdlite.tools.bench.workloads import (
     RESNET_GROUPS,
     WORKLOADS,
 )
-
-_shape = operator.attrgetter("shape")
 
 Wrapping = Callable[[tf.GradientTape], tf.GradientTape]
 
@@ -105,7 +102,8 @@ class _AveragingTape:
     def gradient(self, target: tf.Tensor, sources: Sequence[Any]) -> Sequence[tf.Tensor]:
         gradients = self._tape.gradient(target, sources)
         averages = tf.numpy_function(self._average, gradients, [each.dtype for each in gradients])
-        return [tf.ensure_shape(*pair) for pair in zip(averages, map(_shape, sources), strict=True)]
+        pairs = zip(averages, sources, strict=True)
+        return [tf.ensure_shape(average, source.shape) for average, source in pairs]
 
     def _average(self, *gradients: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         averages = [each / np.float32(self._comm.size) for each in gradients]

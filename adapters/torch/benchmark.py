@@ -262,10 +262,8 @@ class _Block(nn.Module):
             *_convolution(channels, channels, 3, 1),
         )
         same = channels_in == channels and stride == 1
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(*_convolution(channels_in, channels, 1, stride))
+        self.shortcut = nn.Sequential(
+            *([] if same else _convolution(channels_in, channels, 1, stride))
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

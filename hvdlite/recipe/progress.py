@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
@@ -80,25 +81,24 @@ def progress(
         with contextlib.suppress(TypeError):  # the length of a stream is unknown
             total = len(cast(Sized, iterable))
     whole = world.size() if share is None else 1 / share
-    return Progress(iterable, desc, total, initial, unit, samples or count_samples, whole)
+    prefix = f"{desc} " if desc else ""
+    return Progress(iterable, prefix, total, initial, unit, samples or count_samples, whole)
 
 
+@dataclass(eq=False, repr=False)
 class Progress(Generic[_Batch]):
     """A progress bar; made by `progress`. A context manager, which closes it."""
 
-    def __init__(
-        self,
-        iterable: Iterable[_Batch],
-        desc: str,
-        total: int | None,
-        initial: int,
-        unit: str,
-        samples: Callable[[_Batch], int],
-        whole: float,
-    ) -> None:
-        self._iterable, self._samples_in = iterable, samples
-        self._prefix, self._unit, self._whole = f"{desc} " if desc else "", unit, whole
-        self._total, self._initial, self._steps = total, initial, initial
+    _iterable: Iterable[_Batch]
+    _prefix: str
+    _total: int | None
+    _initial: int
+    _unit: str
+    _samples_in: Callable[[_Batch], int]
+    _whole: float
+
+    def __post_init__(self) -> None:
+        self._steps = self._initial
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
@@ -107,7 +107,7 @@ class Progress(Generic[_Batch]):
         self._is_open = world.rank() == 0
         if self._is_open:
             observers.add(self._waits.observe)
-            self._bar = _bar(self._prefix, total, initial)
+            self._bar = _bar(self._prefix, self._total, self._initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
             self._due = self._opened + self._interval
 

@@ -57,7 +57,9 @@ def main(options: argparse.Namespace) -> int:
         StartError: the file is no trace, or the page cannot be written.
     """
     figures, detail = read(options.file)
-    document = _rounded({**figures, "hints": advise(figures)})
+    exact = json.dumps({**figures, "hints": advise(figures)})
+    # To the microsecond; a zero has no sign.
+    document = json.loads(exact, parse_float=lambda text: round(float(text), 6) + 0.0)
     if options.html:
         try:
             with replacing(Path(options.html)) as file:
@@ -66,15 +68,6 @@ def main(options: argparse.Namespace) -> int:
             raise StartError(f"--html {options.html}: {error.strerror}") from None
     print(json.dumps(document, indent=2) if options.json else describe(document))
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    """Return a document with its times to the microsecond."""
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return round(value, 6) + 0.0 if isinstance(value, float) else value
 
 
 def describe(document: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ that differ do no harm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,51 +31,6 @@ _MOST_TENSORS = 20
 _SMALL = 2**16  # bytes
 
 
-def union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
-    """Return the union of intervals as disjoint intervals in order."""
-    if not len(starts):
-        return starts, ends
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
-    new = np.append(True, starts[1:] > ends[:-1])
-    return starts[new], ends[np.append(new[1:], True)]
-
-
-def elapsed(starts: Integers, ends: Integers) -> Callable[[Any], Any]:
-    """Return a function of time: how much of disjoint intervals lies before it."""
-    times = np.stack([starts, ends], axis=1).ravel()
-    amounts = np.stack([np.zeros_like(starts), ends - starts], axis=1).ravel().cumsum()
-    if not len(times):
-        return lambda time: np.zeros(np.shape(time))
-    return lambda time: np.interp(time, times, amounts)
-
-
-class Clock:
-    """The time of a rank by what the rank does in it.
-
-    Attributes:
-        blocked: starts and ends of the times in which a thread was blocked.
-        busy: starts and ends of the times in which an operation ran.
-    """
-
-    def __init__(self, record: RankRecord, operations: Operations) -> None:
-        pairs = np.frombuffer(record.synchronize, np.int64).reshape(-1, 2)
-        self.blocked = union(pairs[:, 0], pairs[:, 1])
-        self.busy = union(operations.start, operations.end)
-
-    @functools.cached_property
-    def blocked_until(self) -> Callable[[Any], Any]:
-        """Return how long, until a time, a thread was blocked."""
-        return elapsed(*self.blocked)
-
-    def blocked_and_busy(self, first: int, last: int) -> tuple[float, float, float]:
-        """Return how long a thread was blocked, an operation ran, and both, between two times."""
-        starts, ends = (np.clip(each, first, last) for each in self.busy)
-        blocked = self.blocked_until
-        both = float((blocked(ends) - blocked(starts)).sum())
-        return float(blocked(last) - blocked(first)), float((ends - starts).sum()), both
-
-
 @dataclass(frozen=True)
 class Detail:
     """The arrays behind an analysis: lists by rank, in the order of ``shares``.
@@ -86,8 +41,7 @@ class Detail:
     """
 
     record: Record
-    operations: Sequence[Operations]
-    clocks: Sequence[Clock]
+    ranks: Sequence[RankRecord]
     windows: Sequence[tuple[int, int]]
     ends: Sequence[Any]
 
@@ -147,19 +101,17 @@ def read(path: str) -> tuple[dict[str, Any], Detail]:
         )
     ranks = sorted(rank for rank, found in record.ranks.items() if found.first >= 0)
     records = [record.ranks[rank] for rank in ranks]
-    operations = [each.operations() for each in records]
-    marker, ends = _steps(record, records, operations)
+    marker, ends = _steps(record, records)
     count = min(map(len, ends), default=0)
     windows = [
         (int(end[0]), int(end[count - 1])) if count > 1 else (each.first, each.last)
         for each, end in zip(records, ends, strict=True)
     ]
-    clocks = [Clock(each, own) for each, own in zip(records, operations, strict=True)]
     inside = [
-        own.select((own.start >= first) & (own.end <= last))
-        for own, (first, last) in zip(operations, windows, strict=True)
+        each.operations.select((each.operations.start >= first) & (each.operations.end <= last))
+        for each, (first, last) in zip(records, windows, strict=True)
     ]
-    waits = _Waits(inside, clocks, record.is_horovod)
+    waits = _Waits(inside, records, record.is_horovod)
     document = {
         "file": reader.path,
         "origin": "Horovod" if record.is_horovod else "hvdlite",
@@ -167,15 +119,15 @@ def read(path: str) -> tuple[dict[str, Any], Detail]:
         "problem": reader.problem,
         "steps": _describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
         "shares": [
-            _share(rank, each, clock, window, record.is_horovod)
-            for rank, each, clock, window in zip(ranks, records, clocks, windows, strict=True)
+            _share(rank, each, window, record.is_horovod)
+            for rank, each, window in zip(ranks, records, windows, strict=True)
         ],
         "slowest": waits.slowest(ranks, count - 1),
         "waited_for": (waits.matrix * _MICRO).tolist(),
         "sent_ratio": _sent_ratio(record, len(ranks)),
         "tensors": _tensors(record, ranks, inside, waits),
     }
-    return document, Detail(record, operations, clocks, windows, ends)
+    return document, Detail(record, records, windows, ends)
 
 
 class _Waits:
@@ -187,7 +139,7 @@ class _Waits:
     """
 
     def __init__(
-        self, operations: Sequence[Operations], clocks: Sequence[Clock], is_horovod: bool
+        self, operations: Sequence[Operations], records: Sequence[RankRecord], is_horovod: bool
     ) -> None:
         size = len(operations)
         matched = _match([own.select(own.ready >= 0) for own in operations])
@@ -197,10 +149,10 @@ class _Waits:
         self.late = excess.max(axis=0)
         self.tensor = matched[0].tensor
         self.matrix = np.zeros((size, size))
-        for rank, (own, clock) in enumerate(zip(matched, clocks, strict=True)):
+        for rank, (own, record) in enumerate(zip(matched, records, strict=True)):
             blocked = excess[rank].astype(float)
             if not is_horovod:
-                until = clock.blocked_until
+                until = record.blocked_until
                 blocked = until(own.ready + excess[rank]) - until(own.ready)
             self.matrix[rank] = np.bincount(self.last, blocked, size)
 
@@ -230,15 +182,13 @@ def _match(operations: Sequence[Operations]) -> list[Operations]:
     return matched
 
 
-def _steps(
-    record: Record, records: Sequence[RankRecord], operations: Sequence[Operations]
-) -> tuple[str, list[Any]]:
+def _steps(record: Record, records: Sequence[RankRecord]) -> tuple[str, list[Any]]:
     """Return the event that marks the end of a step, and its times on each rank."""
     lengths = {name: len(ends) for name, ends in records[0].steps.items()}
     if lengths:
         name = max(lengths, key=lambda name: lengths[name])
         return f"exchanges of {name}", [each.steps.get(name, ()) for each in records]
-    counts = np.bincount(operations[0].tensor, minlength=len(record.tensors))
+    counts = np.bincount(records[0].operations.tensor, minlength=len(record.tensors))
     for number, (row, name) in enumerate(record.tensors):
         if name.endswith(".noname.*"):  # there may be any number in a step
             counts[number] = 0
@@ -248,6 +198,7 @@ def _steps(
     if not counts[most]:
         return "", [()] * len(records)
     name = record.tensors[most][1]
+    operations = [each.operations for each in records]
     return f"operations of {name}", [own.end[own.tensor == most] for own in operations]
 
 
@@ -277,10 +228,10 @@ def _sent_ratio(record: Record, size: int) -> float | None:
 
 
 def _share(
-    rank: int, record: RankRecord, clock: Clock, window: tuple[int, int], is_horovod: bool
+    rank: int, record: RankRecord, window: tuple[int, int], is_horovod: bool
 ) -> dict[str, Any]:
     seconds = (window[1] - window[0]) * _MICRO
-    blocked, busy, both = (value * _MICRO for value in clock.blocked_and_busy(*window))
+    blocked, busy, both = (value * _MICRO for value in record.blocked_and_busy(*window))
     parts = {
         "compute": seconds - blocked,
         "exchange": both,

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.tools.trace.analysis import Clock, Detail
-from hvdlite.tools.trace.record import Integers
+from hvdlite.tools.trace.analysis import Detail
+from hvdlite.tools.trace.record import Integers, RankRecord
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MOST_INTERVALS = 60_000  # 2 MB of text
@@ -128,8 +128,8 @@ def _window(detail: Detail) -> tuple[int, int, str]:
     """Return the part of the trace that the page has room for, in microseconds, and its name."""
     first = min(first for first, _ in detail.windows)
     last = max(last for _, last in detail.windows)
-    events = [own.start for own in detail.operations] * 2
-    events += [clock.blocked[0] for clock in detail.clocks]
+    events = [own.operations.start for own in detail.ranks] * 2
+    events += [own.blocked[0] for own in detail.ranks]
     times = np.sort(np.concatenate(events))
     times = times[(times >= first) & (times <= last)]
     if len(times) <= _MOST_INTERVALS:
@@ -154,7 +154,8 @@ def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
     """Return the lanes of each rank: blocked times, and the operations of each row."""
     rows = [row for row, _ in detail.record.tensors]
     ranks = []
-    for clock, operations in zip(detail.clocks, detail.operations, strict=True):
+    for record in detail.ranks:
+        operations = record.operations
         own = operations.select((operations.end > first) & (operations.start < last))
         ready = np.where(own.ready < 0, own.start, own.ready)
         columns = np.stack(
@@ -162,7 +163,7 @@ def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
         )
         ranks.append(
             {
-                "blocked": _blocked(clock, first, last),
+                "blocked": _blocked(record, first, last),
                 "rows": {
                     name: columns[[rows[n] == name for n in own.tensor]].ravel().tolist()
                     for name in sorted({rows[n] for n in own.tensor})
@@ -172,13 +173,13 @@ def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
     return ranks
 
 
-def _blocked(clock: Clock, first: int, last: int) -> list[int]:
+def _blocked(record: RankRecord, first: int, last: int) -> list[int]:
     """Return the blocked times as start, duration, and whether an operation ran; flat."""
-    edges = np.unique(np.concatenate([*clock.blocked, *clock.busy, [first, last]]))
+    edges = np.unique(np.concatenate([*record.blocked, *record.busy, [first, last]]))
     edges = edges[(edges >= first) & (edges <= last)]
     starts, ends = edges[:-1], edges[1:]
-    chosen = _inside(starts, *clock.blocked)
-    busy = _inside(starts, *clock.busy)
+    chosen = _inside(starts, *record.blocked)
+    busy = _inside(starts, *record.busy)
     table = np.stack([starts - first, ends - starts, busy], axis=1)[chosen]
     result: list[int] = table.ravel().tolist()
     return result

@@ -6,12 +6,13 @@ after the other, in bounded memory, also from a file that is cut off.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +125,8 @@ class RankRecord:
         first, last: the times of its first event and its last; -1 without any.
         synchronize: starts and ends of the times in which a thread was blocked.
         steps: the ends of its steps, by the name of their exchange.
+
+    The other attributes are those of the complete record.
     """
 
     def __init__(self) -> None:
@@ -131,7 +134,7 @@ class RankRecord:
         self.first = self.last = -1
         self.synchronize = array("q")
         self.steps: dict[str, array[int]] = defaultdict(lambda: array("q"))
-        self._operations = array("q")
+        self._table = array("q")
         self._counts: dict[int, int] = defaultdict(int)
 
     def see(self, start: int, end: int) -> None:
@@ -141,13 +144,49 @@ class RankRecord:
 
     def add(self, tensor: int, ready: int, start: int, end: int) -> None:
         """Add an operation; arguments as in `Operations`."""
-        self._operations.extend((tensor, self._counts[tensor], ready, start, end))
+        self._table.extend((tensor, self._counts[tensor], ready, start, end))
         self._counts[tensor] += 1
 
+    @functools.cached_property
     def operations(self) -> Operations:
-        """Return the operations so far."""
-        table = np.frombuffer(self._operations, np.int64).reshape(-1, len(Operations._fields))
+        """The operations."""
+        table = np.frombuffer(self._table, np.int64).reshape(-1, len(Operations._fields))
         return Operations(*table.T)
+
+    @functools.cached_property
+    def blocked(self) -> tuple[Integers, Integers]:
+        """Starts and ends of the times in which a thread was blocked."""
+        pairs = np.frombuffer(self.synchronize, np.int64).reshape(-1, 2)
+        return _union(pairs[:, 0], pairs[:, 1])
+
+    @functools.cached_property
+    def busy(self) -> tuple[Integers, Integers]:
+        """Starts and ends of the times in which an operation ran."""
+        return _union(self.operations.start, self.operations.end)
+
+    @functools.cached_property
+    def blocked_until(self) -> Callable[[Any], Any]:
+        """Return how long, until a time, a thread was blocked."""
+        times, blocked = np.stack(self.blocked, axis=1), np.diff(self.blocked, axis=0)[0]
+        before = np.stack([np.zeros_like(blocked), blocked], axis=1).ravel().cumsum()
+        return lambda time: np.interp(time, times.ravel(), before) if len(times) else 0 * time
+
+    def blocked_and_busy(self, first: int, last: int) -> tuple[float, float, float]:
+        """Return how long a thread was blocked, an operation ran, and both, between two times."""
+        starts, ends = (np.clip(each, first, last) for each in self.busy)
+        blocked = self.blocked_until
+        both = float((blocked(ends) - blocked(starts)).sum())
+        return float(blocked(last) - blocked(first)), float((ends - starts).sum()), both
+
+
+def _union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
+    """Return the union of intervals as disjoint intervals in order."""
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    new = np.append(True, starts[1:] > ends[:-1])
+    return starts[new], ends[np.append(new[1:], True)]
 
 
 class Record:
