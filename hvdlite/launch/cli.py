@@ -29,6 +29,8 @@ from hvdlite.world.launchers import without_rank
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Seconds before ranks that could not take the state of the run before are started once more.
 _PAUSE = 5.0
+# Exit codes of a wrong command line (Python, argparse), and of a program that cannot be started.
+_HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +92,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
             plan = sizes.wait(sizes.most)
             ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
             say(f"{why}; the job goes on with {ranks} on {hosts.listed(plan.hosts)}")
-        elif end.may_succeed_again and failures < restarts:
+        elif end.text and end.code not in _HOPELESS and failures < restarts:
             failures += 1
             say(f"{end.text}; restart {failures} of {restarts}")
             plan = sizes.wait(sizes.most) if sizes is not None else plan

@@ -35,9 +35,6 @@ _ENDED: _Plan = ((0.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 # A Ctrl-C reaches mpirun without our help, and a second signal makes it drop everything.
 _ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
 
-# Exit codes of a wrong command line (Python, argparse), and of a program that cannot be started.
-_HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
-
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Both ask what the ranks do; after the report, the second one (Ctrl-\ at a terminal) ends the job.
 _ASKING = (SIGNAL, signal.SIGQUIT)
@@ -75,11 +72,6 @@ class End(NamedTuple):
     code: int
     text: str
     state: Sequence[Part] = ()
-
-    @property
-    def may_succeed_again(self) -> bool:
-        """Return whether the same command may succeed if it is started once more."""
-        return bool(self.text) and self.code not in _HOPELESS
 
 
 def run(job: Job, server: Server, check: Callable[[], object] = lambda: None) -> End:

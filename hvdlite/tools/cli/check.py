@@ -203,15 +203,15 @@ def _self_test() -> tuple[list[dict[str, Any]], str]:
     """Run the self test; return what each process has written, and the last line printed."""
     with tempfile.TemporaryDirectory(prefix="hvdlite-check-") as folder:
         command = [sys.executable, "-m", "hvdlite.tools.cli.self_test", folder]
-        job = script.run("hvdlite check", ["-np", "2"], command, timeout=_SELF_TEST_SECONDS)
+        job, _ = script.run("hvdlite check", ["-np", "2"], command, timeout=_SELF_TEST_SECONDS)
         ranks = []
         for path in sorted(Path(folder).glob("*.json")):
             with contextlib.suppress(ValueError):  # half written
                 ranks.append(json.loads(path.read_text()))
-    if job.code is None:
+    if job.returncode is None:
         return ranks, f"no end within {_SELF_TEST_SECONDS} s"
-    lines = (job.output + job.errors).strip().splitlines()
-    return ranks, lines[-1] if lines else f"exit code {job.code}"
+    lines = (job.stdout + job.stderr).strip().splitlines()
+    return ranks, lines[-1] if lines else f"exit code {job.returncode}"
 
 
 # NCCL

@@ -126,15 +126,15 @@ def _run(number: int, turn: int, command: Sequence[str], options: argparse.Names
     words = ["-np", str(number)]
     words += ["-H", options.hosts] if options.hosts else []
     words += ["--hostfile", options.hostfile] if options.hostfile else []
-    job = script.run(f"hvdlite scale: {title}", words, command)
-    if job.code:
-        lines = (job.errors or job.output).splitlines()[-script.LAST_LINES :]
-        text = f"{title}: exit code {job.code}; the last lines of its output:"
-        raise StartError("\n".join([text, *lines]), job.code)
-    metric, value = find_speed(job.output, options.metric, options.pattern) or (WALL, job.seconds)
+    job, seconds = script.run(f"hvdlite scale: {title}", words, command)
+    if job.returncode:
+        lines = (job.stderr or job.stdout).splitlines()[-script.LAST_LINES :]
+        text = f"{title}: exit code {job.returncode}; the last lines of its output:"
+        raise StartError("\n".join([text, *lines]), job.returncode)
+    metric, value = find_speed(job.stdout, options.metric, options.pattern) or (WALL, seconds)
     unit = "" if metric == WALL else f"{metric} {value:.4g}, "
-    print(f"hvdlite scale: {title}: {unit}{job.seconds:.1f} s", file=sys.stderr, flush=True)
-    return Run(metric, value, job.seconds)
+    print(f"hvdlite scale: {title}: {unit}{seconds:.1f} s", file=sys.stderr, flush=True)
+    return Run(metric, value, seconds)
 
 
 def find_speed(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from hvdlite.launch.cli import check
 from hvdlite.launch.rank import shell_code
@@ -19,21 +19,6 @@ from hvdlite.launch.rank import shell_code
 #: How many lines of a job that failed are shown.
 LAST_LINES = 15
 _SECONDS_BETWEEN_NEWS = 60.0
-
-
-class Ended(NamedTuple):
-    """A job that has ended.
-
-    Attributes:
-        code: its exit code; None: it was ended because it took too long.
-        seconds: its wall time, with the start.
-        output, errors: what it printed.
-    """
-
-    code: int | None
-    seconds: float
-    output: str
-    errors: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +46,7 @@ def run(
     command: Sequence[str],
     variables: Mapping[str, str] | None = None,
     timeout: float = math.inf,
-) -> Ended:
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run a command once, and print each minute that it still runs.
 
     Args:
@@ -69,6 +54,9 @@ def run(
         options: of ``hvdliterun``.
         variables: environment variables beside those of this process.
         timeout: seconds until the job is ended.
+
+    Returns:
+        The job, with None as its code if it took too long; and its seconds, with the start.
     """
     # Files, because a pipe would stay open as long as anything that the job has left behind.
     with (
@@ -96,5 +84,5 @@ def run(
             process.wait()
         output.seek(0)
         errors.seek(0)
-        code = None if code is None else shell_code(code)
-        return Ended(code, seconds, output.read(), errors.read())
+        ended: Any = None if code is None else shell_code(code)
+        return subprocess.CompletedProcess(command, ended, output.read(), errors.read()), seconds

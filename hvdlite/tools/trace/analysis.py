@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.errors import StartError
-from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record, TraceReader
+from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record
 
 _MICRO = 1e-6
 _MOST_TENSORS = 20
@@ -90,13 +90,12 @@ def read(path: str) -> tuple[dict[str, Any], Detail]:
     Raises:
         StartError: the file cannot be read, or no operation is in it.
     """
-    reader = TraceReader(path)
-    record = Record()
-    record.read(reader)
+    record = Record(path)
+    record.read()
     if not record.tensors:
-        ended = "before the first operation" if reader.problem else "without any operation"
+        ended = "before the first operation" if record.problem else "without any operation"
         raise StartError(
-            f"{path} ends {ended} of hvdlite or Horovod after {reader.events} events; "
+            f"{path} ends {ended} of hvdlite or Horovod after {record.events} events; "
             "record at least one step"
         )
     ranks = sorted(rank for rank, found in record.ranks.items() if found.first >= 0)
@@ -113,10 +112,10 @@ def read(path: str) -> tuple[dict[str, Any], Detail]:
     ]
     waits = _Waits(inside, records, record.is_horovod)
     document = {
-        "file": reader.path,
+        "file": record.path,
         "origin": "Horovod" if record.is_horovod else "hvdlite",
-        "events": reader.events,
-        "problem": reader.problem,
+        "events": record.events,
+        "problem": record.problem,
         "steps": _describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
         "shares": [
             _share(rank, each, window, record.is_horovod)

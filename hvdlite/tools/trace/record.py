@@ -12,7 +12,7 @@ import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,66 +32,6 @@ _decode = json.JSONDecoder().raw_decode
 _WITHOUT_NAME = re.compile(r"\.noname\.\d+$")
 _LARGEST = 2**53
 _ROWS_AHEAD = (timeline.NEGOTIATE, timeline.QUEUE)
-
-
-class TraceReader:
-    """The Chrome trace events of a file: an array, or an object with ``traceEvents``.
-
-    Attributes:
-        events: the number of events read so far.
-        problem: why there are no more events, if not because the file is complete; else empty.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self.events = 0
-        self.problem = ""
-        if os.path.isdir(self.path):
-            raise StartError(f"{self.path} is a folder, expected a timeline's file; {_REMEDY}")
-        try:
-            # A name may be cut in a character; the event is incomplete, then.
-            self._file = open(self.path, encoding="utf-8", errors="replace")  # noqa: SIM115
-        except OSError as error:
-            raise StartError(f"{self.path}: {error.strerror}; {_REMEDY}") from None
-
-    def __iter__(self) -> Iterator[Event]:
-        """Return the events in the order of the file."""
-        with self._file:
-            text = self._file.read(_CHARACTERS)
-            start = _ARRAY.match(text) or _OBJECT.match(text)
-            if start is None:
-                found = f"starts with {text.strip()[:20]!r}" if text.strip() else "is empty"
-                raise StartError(
-                    f"{self.path} {found}, expected the JSON of Chrome trace events; {_REMEDY}"
-                )
-            position = start.end()
-            while True:
-                position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
-                if text.startswith("]", position):
-                    return
-                try:
-                    event, position = _decode(text, position)
-                except ValueError:
-                    more = ""
-                    if len(text) - position < _CHARACTERS:
-                        more = self._file.read(_CHARACTERS)
-                    if not more:
-                        self._explain(text[position : position + 2 * _CHARACTERS])
-                        return
-                    text, position = text[position:] + more, 0
-                    continue
-                if not isinstance(event, dict):
-                    self._explain(text[position:])
-                    return
-                self.events += 1
-                yield event
-
-    def _explain(self, rest: str) -> None:
-        if len(rest) < _CHARACTERS and (not rest or rest.startswith("{")):
-            what = f"{self.path} is cut off (was the job killed?)"
-        else:
-            what = f"{self.path} is damaged"
-        self.problem = f"{what}: what follows counts its first {self.events} events"
 
 
 class Operations(NamedTuple):
@@ -190,9 +130,11 @@ def _union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
 
 
 class Record:
-    """The events of a trace, by rank.
+    """The Chrome trace events of a file, by rank: an array, or an object with ``traceEvents``.
 
     Attributes:
+        events: the number of events read so far.
+        problem: why there are no more events, if not because the file is complete; else empty.
         ranks: the record of each rank that has events.
         tensors: row and name of each tensor; the names of unnamed operations count as one.
         nbytes: the largest number of bytes of each tensor's operations; 0: unknown.
@@ -201,7 +143,10 @@ class Record:
             tensors: there are no waits of the training thread in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.events = 0
+        self.problem = ""
         self.ranks: dict[int, RankRecord] = defaultdict(RankRecord)
         self.tensors: list[tuple[str, str]] = []
         self.nbytes: list[int] = []
@@ -215,10 +160,56 @@ class Record:
         self._names: dict[Any, str] = {}
         self._open: dict[Any, list[tuple[str, int]]] = defaultdict(list)
         self._arrivals: dict[Any, dict[int, int]] = defaultdict(dict)
+        if os.path.isdir(self.path):
+            raise StartError(f"{self.path} is a folder, expected a timeline's file; {_REMEDY}")
+        try:
+            # A name may be cut in a character; the event is incomplete, then.
+            self._file = open(self.path, encoding="utf-8", errors="replace")  # noqa: SIM115
+        except OSError as error:
+            raise StartError(f"{self.path}: {error.strerror}; {_REMEDY}") from None
 
-    def read(self, events: Iterable[Event]) -> None:
-        """Add the events of a trace, in the order of its file."""
-        for event in events:
+    def parse(self) -> Iterator[Event]:
+        """Return the events in the order of the file, as far as they can be read."""
+        with self._file:
+            text = self._file.read(_CHARACTERS)
+            start = _ARRAY.match(text) or _OBJECT.match(text)
+            if start is None:
+                found = f"starts with {text.strip()[:20]!r}" if text.strip() else "is empty"
+                raise StartError(
+                    f"{self.path} {found}, expected the JSON of Chrome trace events; {_REMEDY}"
+                )
+            position = start.end()
+            while True:
+                position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+                if text.startswith("]", position):
+                    return
+                try:
+                    event, position = _decode(text, position)
+                except ValueError:
+                    more = ""
+                    if len(text) - position < _CHARACTERS:
+                        more = self._file.read(_CHARACTERS)
+                    if not more:
+                        self._explain(text[position : position + 2 * _CHARACTERS])
+                        return
+                    text, position = text[position:] + more, 0
+                    continue
+                if not isinstance(event, dict):
+                    self._explain(text[position:])
+                    return
+                self.events += 1
+                yield event
+
+    def _explain(self, rest: str) -> None:
+        if len(rest) < _CHARACTERS and (not rest or rest.startswith("{")):
+            what = f"{self.path} is cut off (was the job killed?)"
+        else:
+            what = f"{self.path} is damaged"
+        self.problem = f"{what}: what follows counts its first {self.events} events"
+
+    def read(self) -> None:
+        """Add the events of the file."""
+        for event in self.parse():
             phase = event.get("ph")
             try:
                 if phase == "X" and not self.is_horovod:

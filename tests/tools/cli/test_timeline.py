@@ -268,7 +268,7 @@ class TestFiles:
         assert path.stat().st_size > 4 * 10**5
         tracemalloc.start()
         try:
-            count = sum(1 for _ in record.TraceReader(path))
+            count = sum(1 for _ in record.Record(path).parse())
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
