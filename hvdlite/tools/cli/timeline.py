@@ -56,14 +56,14 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         StartError: the file is no trace, or the page cannot be written.
     """
-    figures, detail = read(options.file)
+    figures, record = read(options.file)
     exact = json.dumps({**figures, "hints": advise(figures)})
     # To the microsecond; a zero has no sign.
     document = json.loads(exact, parse_float=lambda text: round(float(text), 6) + 0.0)
     if options.html:
         try:
             with replacing(Path(options.html)) as file:
-                file.write(page.render(document, detail).encode())
+                file.write(page.render(document, record).encode())
         except OSError as error:
             raise StartError(f"--html {options.html}: {error.strerror}") from None
     print(json.dumps(document, indent=2) if options.json else describe(document))

@@ -18,39 +18,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hvdlite.errors import StartError
-from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record
+from hvdlite.tools.trace.record import Operations, RankRecord, Record
 
 _MICRO = 1e-6
 _MOST_TENSORS = 20
 _SMALL = 2**16  # bytes
 
 
-@dataclass(frozen=True)
-class Detail:
-    """The arrays behind an analysis: lists by rank, in the order of ``shares``.
-
-    Attributes:
-        windows: the analysed part, its start and its end in microseconds.
-        ends: the ends of the steps.
-    """
-
-    record: Record
-    ranks: Sequence[RankRecord]
-    windows: Sequence[tuple[int, int]]
-    ends: Sequence[Any]
-
-
-def read(path: str) -> tuple[dict[str, Any], Detail]:
+def read(path: str) -> tuple[dict[str, Any], Record]:
     """Analyse the trace in a file, hvdlite's timeline or Horovod's.
 
     Returns:
-        The figures, times in seconds and parts from 0 to 1, and the arrays behind them. None stands
+        The figures, times in seconds and parts from 0 to 1, and the record behind them. None stands
         for a figure that the trace does not tell.
 
         ``file``, ``events``
@@ -98,35 +82,26 @@ def read(path: str) -> tuple[dict[str, Any], Detail]:
             f"{path} ends {ended} of hvdlite or Horovod after {record.events} events; "
             "record at least one step"
         )
-    ranks = sorted(rank for rank, found in record.ranks.items() if found.first >= 0)
-    records = [record.ranks[rank] for rank in ranks]
-    marker, ends = _steps(record, records)
-    count = min(map(len, ends), default=0)
-    windows = [
-        (int(end[0]), int(end[count - 1])) if count > 1 else (each.first, each.last)
-        for each, end in zip(records, ends, strict=True)
-    ]
-    inside = [
-        each.operations.select((each.operations.start >= first) & (each.operations.end <= last))
-        for each, (first, last) in zip(records, windows, strict=True)
-    ]
-    waits = _Waits(inside, records, record.is_horovod)
+    ranks = list(record.ranks.values())
+    marker = _find_steps(record, ranks)
+    count = min(len(each.ends) for each in ranks)
+    if count > 1:
+        for each in ranks:
+            each.first, each.last = int(each.ends[0]), int(each.ends[count - 1])
+    waits = _Waits(ranks, record.is_horovod)
     document = {
         "file": record.path,
         "origin": "Horovod" if record.is_horovod else "hvdlite",
         "events": record.events,
         "problem": record.problem,
-        "steps": _describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
-        "shares": [
-            _share(rank, each, window, record.is_horovod)
-            for rank, each, window in zip(ranks, records, windows, strict=True)
-        ],
-        "slowest": waits.slowest(ranks, count - 1),
+        "steps": _describe(count, marker, ranks[0], np.array(record.nbytes)),
+        "shares": [_share(rank, each, record.is_horovod) for rank, each in record.ranks.items()],
+        "slowest": waits.slowest(list(record.ranks), count - 1),
         "waited_for": (waits.matrix * _MICRO).tolist(),
         "sent_ratio": _sent_ratio(record, len(ranks)),
-        "tensors": _tensors(record, ranks, inside, waits),
+        "tensors": _tensors(record, waits),
     }
-    return document, Detail(record, records, windows, ends)
+    return document, record
 
 
 class _Waits:
@@ -137,18 +112,16 @@ class _Waits:
         late: microseconds between the first rank's arrival and the last one's.
     """
 
-    def __init__(
-        self, operations: Sequence[Operations], records: Sequence[RankRecord], is_horovod: bool
-    ) -> None:
-        size = len(operations)
-        matched = _match([own.select(own.ready >= 0) for own in operations])
+    def __init__(self, ranks: Sequence[RankRecord], is_horovod: bool) -> None:
+        size = len(ranks)
+        matched = _match([each.inside.select(each.inside.ready >= 0) for each in ranks])
         waited = np.array([own.start - own.ready for own in matched], np.int64)
         self.last = waited.argmin(axis=0)
         excess = waited - waited.min(axis=0)
         self.late = excess.max(axis=0)
         self.tensor = matched[0].tensor
         self.matrix = np.zeros((size, size))
-        for rank, (own, record) in enumerate(zip(matched, records, strict=True)):
+        for rank, (own, record) in enumerate(zip(matched, ranks, strict=True)):
             blocked = excess[rank].astype(float)
             if not is_horovod:
                 until = record.blocked_until
@@ -181,13 +154,15 @@ def _match(operations: Sequence[Operations]) -> list[Operations]:
     return matched
 
 
-def _steps(record: Record, records: Sequence[RankRecord]) -> tuple[str, list[Any]]:
-    """Return the event that marks the end of a step, and its times on each rank."""
-    lengths = {name: len(ends) for name, ends in records[0].steps.items()}
+def _find_steps(record: Record, ranks: Sequence[RankRecord]) -> str:
+    """Note the ends of the steps of each rank; return the event that marks them."""
+    lengths = {name: len(ends) for name, ends in ranks[0].steps.items()}
     if lengths:
         name = max(lengths, key=lambda name: lengths[name])
-        return f"exchanges of {name}", [each.steps.get(name, ()) for each in records]
-    counts = np.bincount(records[0].operations.tensor, minlength=len(record.tensors))
+        for each in ranks:
+            each.ends = each.steps.get(name, ())
+        return f"exchanges of {name}"
+    counts = np.bincount(ranks[0].operations.tensor, minlength=len(record.tensors))
     for number, (row, name) in enumerate(record.tensors):
         if name.endswith(".noname.*"):  # there may be any number in a step
             counts[number] = 0
@@ -195,18 +170,16 @@ def _steps(record: Record, records: Sequence[RankRecord]) -> tuple[str, list[Any
             counts[number] *= 2**20
     most = int(counts.argmax())
     if not counts[most]:
-        return "", [()] * len(records)
-    name = record.tensors[most][1]
-    operations = [each.operations for each in records]
-    return f"operations of {name}", [own.end[own.tensor == most] for own in operations]
+        return ""
+    for each in ranks:
+        each.ends = each.operations.end[each.operations.tensor == most]
+    return f"operations of {record.tensors[most][1]}"
 
 
-def _describe(
-    count: int, marker: str, ends: Any, operations: Operations, nbytes: Integers
-) -> dict[str, Any]:
+def _describe(count: int, marker: str, first: RankRecord, nbytes: Any) -> dict[str, Any]:
     is_known = count > 1
-    times = np.diff(np.asarray(ends[:count])) * _MICRO if is_known else np.zeros(1)
-    small = nbytes[operations.tensor] < _SMALL
+    times = np.diff(np.asarray(first.ends[:count])) * _MICRO if is_known else np.zeros(1)
+    small = nbytes[first.inside.tensor] < _SMALL
     return {
         "count": count,
         "marker": marker,
@@ -226,11 +199,9 @@ def _sent_ratio(record: Record, size: int) -> float | None:
     return sent / (nbytes * 2 * (size - 1) / size)
 
 
-def _share(
-    rank: int, record: RankRecord, window: tuple[int, int], is_horovod: bool
-) -> dict[str, Any]:
-    seconds = (window[1] - window[0]) * _MICRO
-    blocked, busy, both = (value * _MICRO for value in record.blocked_and_busy(*window))
+def _share(rank: int, record: RankRecord, is_horovod: bool) -> dict[str, Any]:
+    seconds = (record.last - record.first) * _MICRO
+    blocked, busy, both = (value * _MICRO for value in record.blocked_and_busy())
     parts = {
         "compute": seconds - blocked,
         "exchange": both,
@@ -241,9 +212,8 @@ def _share(
     return {"rank": rank, "name": record.name or f"rank {rank}", "seconds": seconds, **known}
 
 
-def _tensors(
-    record: Record, ranks: Sequence[int], operations: Sequence[Operations], waits: _Waits
-) -> list[dict[str, Any]]:
+def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
+    ranks, operations = list(record.ranks), [each.inside for each in record.ranks.values()]
     numbers = np.concatenate([own.tensor for own in operations])
     times = np.concatenate([own.end - own.start for own in operations])
     size = len(record.tensors)

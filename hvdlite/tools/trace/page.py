@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.tools.trace.analysis import Detail
-from hvdlite.tools.trace.record import Integers, RankRecord
+from hvdlite.tools.trace.record import Integers, RankRecord, Record
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MOST_INTERVALS = 60_000  # 2 MB of text
@@ -21,19 +20,19 @@ _MOST_BARS = 1000  # in the chart of the steps
 _PARTS = ("compute", "exchange", "waiting")
 
 
-def render(document: Mapping[str, Any], detail: Detail) -> str:
+def render(document: Mapping[str, Any], record: Record) -> str:
     """Return the page: the figures of an analysis as JSON has it, and lanes of its arrays."""
     problem = document["problem"]
-    first, last, shown = _window(detail)
+    first, last, shown = _window(record)
     lanes = {
         "start": first,
         "end": last,
         "view": int(_STEPS_IN_VIEW * 1e6 * document["steps"]["seconds_median"]) or last - first,
         "names": [share["name"] for share in document["shares"]],
-        "tensors": [name for _, name in detail.record.tensors],
-        "bytes": detail.record.nbytes,
-        "ranks": _ranks(detail, first, last),
-        "steps": _step_times(detail),
+        "tensors": [name for _, name in record.tensors],
+        "bytes": record.nbytes,
+        "ranks": _ranks(record, first, last),
+        "steps": _step_times(next(iter(record.ranks.values())).ends),
     }
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(f"Timeline {Path(document['file']).name}"),
@@ -124,17 +123,16 @@ def _tensor(tensor: Mapping[str, Any]) -> str:
 # The lanes
 
 
-def _window(detail: Detail) -> tuple[int, int, str]:
+def _window(record: Record) -> tuple[int, int, str]:
     """Return the part of the trace that the page has room for, in microseconds, and its name."""
-    first = min(first for first, _ in detail.windows)
-    last = max(last for _, last in detail.windows)
-    events = [own.operations.start for own in detail.ranks] * 2
-    events += [own.blocked[0] for own in detail.ranks]
+    found = list(record.ranks.values())
+    first, last = min(own.first for own in found), max(own.last for own in found)
+    events = [own.operations.start for own in found] * 2 + [own.blocked[0] for own in found]
     times = np.sort(np.concatenate(events))
     times = times[(times >= first) & (times <= last)]
     if len(times) <= _MOST_INTERVALS:
         return first, last, "All analysed steps."
-    ends = np.asarray(detail.ends[0])
+    ends = np.asarray(found[0].ends)
     if len(ends) < 2:
         return first, int(times[_MOST_INTERVALS]), "The beginning; the file is too large for more."
     longest = int(np.diff(ends).argmax()) + 1
@@ -150,12 +148,12 @@ def _window(detail: Detail) -> tuple[int, int, str]:
     )
 
 
-def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
+def _ranks(record: Record, first: int, last: int) -> list[Any]:
     """Return the lanes of each rank: blocked times, and the operations of each row."""
-    rows = [row for row, _ in detail.record.tensors]
+    rows = [row for row, _ in record.tensors]
     ranks = []
-    for record in detail.ranks:
-        operations = record.operations
+    for found in record.ranks.values():
+        operations = found.operations
         own = operations.select((operations.end > first) & (operations.start < last))
         ready = np.where(own.ready < 0, own.start, own.ready)
         columns = np.stack(
@@ -163,7 +161,7 @@ def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
         )
         ranks.append(
             {
-                "blocked": _blocked(record, first, last),
+                "blocked": _blocked(found, first, last),
                 "rows": {
                     name: columns[[rows[n] == name for n in own.tensor]].ravel().tolist()
                     for name in sorted({rows[n] for n in own.tensor})
@@ -190,9 +188,9 @@ def _inside(times: Integers, starts: Integers, ends: Integers) -> Any:
     return np.searchsorted(starts, times, "right") > np.searchsorted(ends, times, "right")
 
 
-def _step_times(detail: Detail) -> dict[str, Any]:
+def _step_times(ends: Any) -> dict[str, Any]:
     """Return the times of all steps in microseconds, of a long run the longest of each few."""
-    times = np.diff(np.asarray(detail.ends[0], dtype=np.int64))
+    times = np.diff(np.asarray(ends, dtype=np.int64))
     each = max(-(-len(times) // _MOST_BARS), 1)
     padded = np.append(times, np.zeros(-len(times) % each, np.int64))
     return {"each": each, "times": padded.reshape(-1, each).max(axis=1, initial=0).tolist()}

@@ -62,11 +62,13 @@ class RankRecord:
 
     Attributes:
         name: as the timeline names the rank: ``rank 0 on host``.
-        first, last: the times of its first event and its last; -1 without any.
+        first, last: the times of its first event and its last; of the analysed part, if the trace
+            tells steps; -1 without any.
         synchronize: starts and ends of the times in which a thread was blocked.
         steps: the ends of its steps, by the name of their exchange.
+        ends: those of the steps that are analysed.
 
-    The other attributes are those of the complete record.
+    The properties are those of the complete record.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,7 @@ class RankRecord:
         self.first = self.last = -1
         self.synchronize = array("q")
         self.steps: dict[str, array[int]] = defaultdict(lambda: array("q"))
+        self.ends: Any = ()
         self._table = array("q")
         self._counts: dict[int, int] = defaultdict(int)
 
@@ -94,6 +97,12 @@ class RankRecord:
         return Operations(*table.T)
 
     @functools.cached_property
+    def inside(self) -> Operations:
+        """The operations in the analysed part."""
+        own = self.operations
+        return own.select((own.start >= self.first) & (own.end <= self.last))
+
+    @functools.cached_property
     def blocked(self) -> tuple[Integers, Integers]:
         """Starts and ends of the times in which a thread was blocked."""
         pairs = np.frombuffer(self.synchronize, np.int64).reshape(-1, 2)
@@ -111,12 +120,13 @@ class RankRecord:
         before = np.stack([np.zeros_like(blocked), blocked], axis=1).ravel().cumsum()
         return lambda time: np.interp(time, times.ravel(), before) if len(times) else 0 * time
 
-    def blocked_and_busy(self, first: int, last: int) -> tuple[float, float, float]:
-        """Return how long a thread was blocked, an operation ran, and both, between two times."""
-        starts, ends = (np.clip(each, first, last) for each in self.busy)
+    def blocked_and_busy(self) -> tuple[float, float, float]:
+        """Return how long a thread was blocked, an operation ran, and both, when analysed."""
+        starts, ends = (np.clip(each, self.first, self.last) for each in self.busy)
         blocked = self.blocked_until
         both = float((blocked(ends) - blocked(starts)).sum())
-        return float(blocked(last) - blocked(first)), float((ends - starts).sum()), both
+        whole = float(blocked(self.last) - blocked(self.first))
+        return whole, float((ends - starts).sum()), both
 
 
 def _union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
@@ -222,6 +232,7 @@ class Record:
                     self._overlapping(event)
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 continue  # an event of another program
+        self.ranks = {rank: own for rank, own in sorted(self.ranks.items()) if own.first >= 0}
 
     def tensor(self, row: str, name: str, nbytes: int = 0, sent: int = 0) -> int:
         """Return the number of a tensor; arguments as in ``tensors``."""
