@@ -21,7 +21,7 @@ from hvdlite.launch import check_build, hosts, mpirun, rank, torchrun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
-from hvdlite.launch.server import serving
+from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
@@ -165,7 +165,7 @@ def _run(
             "mpirun may hang when much is piped into it (prrte issue 2373); with hosts, let "
             "the script read a file, or give `< /dev/null`"
         )
-    with serving(addresses, ranks=plan.ranks, spares=options.spares or 0) as server:
+    with Server(addresses, ranks=plan.ranks, spares=options.spares or 0) as server:
         server.state = state
         server.columns = _columns(settings)
         if sizes is not None:

@@ -133,14 +133,11 @@ class Discovery:
         if code:
             last = (said.strip().splitlines() or ["no message"])[-1]
             raise StartError(f"{what}: exit code {code} ({shortened(last)})")
-        hosts = []
-        for line in filter(None, map(str.strip, printed.splitlines())):
-            host = parse_host(line, self.slots)
-            if host is None:
-                found = shortened(line)
-                raise StartError(f"{what}: printed {found!r}, expected 'host:slots' or 'host'")
-            hosts.append(host)
-        return hosts
+        form = "expected 'host:slots' or 'host'"
+        return [
+            parse_host(line, f"{what}: printed {shortened(line)!r}, {form}", self.slots)
+            for line in filter(None, map(str.strip, printed.splitlines()))
+        ]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import mpirun, rank, worker
 from hvdlite.launch.hosts import choose_hosts, on_this_host, own_addresses
 from hvdlite.launch.job import Job, follow
-from hvdlite.launch.server import Failure, Server, serving
+from hvdlite.launch.server import Failure, Server
 from hvdlite.launch.worker import RemoteError, pack, unpack
 from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
@@ -109,7 +109,7 @@ def run(
     task = [pickle.dumps((path, sys.argv)), *_pack(func, args, kwargs or {})]
     here = on_this_host(places, settings)
     program = mpirun.detect(mpirun.find(settings))
-    with serving(None if here else own_addresses(places), task, count) as server:
+    with Server(None if here else own_addresses(places), task, count) as server:
         command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
         job = Job(program, places, here, command, settings, output, verbose=bool(verbose))
         deadline = time.monotonic() + seconds

@@ -56,16 +56,11 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         StartError: a part is not of the form ``host`` or ``host:slots``.
     """
-    hosts = []
-    for part in map(str.strip, text.split(",")):
-        host = parse_host(part)
-        if host is None:
-            raise StartError(
-                f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
-                f"found {shortened(part)!r}"
-            )
-        hosts.append(host)
-    return hosts
+    form = "expected host1:slots,host2:slots, e.g. -H node1:2,node2:2"
+    return [
+        parse_host(part, f"-H {shortened(text)}: {form}; found {shortened(part)!r}")
+        for part in map(str.strip, text.split(","))
+    ]
 
 
 def shortened(text: str) -> str:
@@ -86,16 +81,9 @@ def parse_hostfile(path: str) -> list[Host]:
         raise StartError(f"--hostfile {path}: {reason}") from None
     hosts = []
     for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        host = _parse_line(text)
-        if host is None:
-            raise StartError(
-                f"--hostfile {path}, line {number}: found {shortened(text)!r}, "
-                "expected 'host slots=N' or 'host:N'"
-            )
-        hosts.append(host)
+        if text := line.partition("#")[0].strip():
+            found = f"--hostfile {path}, line {number}: found {shortened(text)!r}"
+            hosts.append(_parse_line(text, f"{found}, expected 'host slots=N' or 'host:N'"))
     if not hosts:
         raise StartError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
     return hosts
@@ -182,10 +170,9 @@ def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
     found = []
     if networks:
         present = dict(_interfaces())
-        wanted = networks.split(",")
         found = [
             address
-            for name in wanted
+            for name in networks.split(",")
             for interface, address in present.items()
             if name == interface or ("/" in name and _is_in(address, name))
         ]
@@ -214,18 +201,22 @@ def _is_in(address: str, network: str) -> bool:
     return False
 
 
-def parse_host(text: str, slots: int = 1) -> Host | None:
-    """Read ``host:slots``, or ``host``, which has `slots`; None: the text has another form."""
+def parse_host(text: str, problem: str, slots: int = 1) -> Host:
+    """Read ``host:slots``, or ``host``, which has `slots`.
+
+    Raises:
+        StartError: the text has another form, which is this problem.
+    """
     match = _HOST.fullmatch(text)
-    if match is None:
-        return None
-    slots = int(match["slots"] or slots)
-    return Host(match["name"], slots) if slots > 0 else None
+    slots = int(match["slots"] or slots) if match else 0
+    if not match or not slots:
+        raise StartError(problem)
+    return Host(match["name"], slots)
 
 
-def _parse_line(text: str) -> Host | None:
+def _parse_line(text: str, problem: str) -> Host:
     name, *options = text.split(maxsplit=1)
     match = _SLOTS.search(options[0]) if options else None
     if options and (match is None or ":" in name):
-        return None
-    return parse_host(f"{name}:{match['slots']}" if match else name)
+        raise StartError(problem)
+    return parse_host(f"{name}:{match['slots']}" if match else name, problem)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, NamedTuple, TextIO
 
 from hvdlite.launch import folders
@@ -55,16 +55,16 @@ class Failure(NamedTuple):
 
 
 class Server:
-    """Serves the ranks of one job.
+    """Serves the ranks of one job; a context manager, which closes all connections.
 
     Args:
-        folder: one that only this user can open.
         addresses: where this host listens for ranks on others; empty: on all of its interfaces;
             None: only processes of this host connect.
         task: what a rank of `hvdlite.run` gets when it asks.
         spares: the number of processes that wait beside them.
 
     Attributes:
+        folder: the job's, which only this user can open.
         key: what they must know; empty where only this user can connect.
         failures: the first failure of each rank, by rank, in the order of their arrival.
         exited: the first rank whose process ended with an error.
@@ -80,7 +80,6 @@ class Server:
 
     def __init__(
         self,
-        folder: str,
         addresses: Sequence[str] | None = None,
         task: Sequence[Part] = (),
         ranks: int = 1,
@@ -98,7 +97,11 @@ class Server:
         self.state: Sequence[Part] = ()
         self.printed: list[str] = []
         self.columns = 80
-        self.folder = folder
+        # Before the folder, which would stay if this fails.
+        self._listeners = [] if addresses is None else _listen(addresses or [""])
+        self._resources = contextlib.ExitStack()
+        folder = folders.temporary(tempfile.gettempdir(), SHARED)
+        self.folder = self._resources.enter_context(folder)
         self._task = task
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False
@@ -111,13 +114,12 @@ class Server:
         self._known: set[socket.socket] = set()
         if addresses is not None:
             self.key = secrets.token_bytes(32)
-            self._listeners = _listen(addresses or [""])
             names = [*addresses, socket.getfqdn(), socket.gethostname()]
             port = self._listeners[0].getsockname()[1]
             self.address = protocol.tcp_address(list(dict.fromkeys(names)), port)
         else:
             self.key = b""
-            self.address = os.path.join(folder, "ranks")
+            self.address = os.path.join(self.folder, "ranks")
             self._listeners = [socket.socket(socket.AF_UNIX)]
             with protocol.short(self.address) as name:
                 self._listeners[0].bind(name)
@@ -165,11 +167,14 @@ class Server:
         self._live.clear()  # of a rank that was killed together with the process around it
         self.clear()
 
-    def close(self) -> None:
-        """Close all connections."""
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         for connection in [*self._listeners, *self._strangers, *self._known]:
             _shut_down(connection)
+        self._resources.close()
 
     def _take(self, message: _Message | OSError) -> None:
         """Do what a message asks for, in the calling thread."""
@@ -297,22 +302,6 @@ class Server:
             connection.close()
             self._strangers.pop(connection, None)
             self._known.discard(connection)
-
-
-@contextlib.contextmanager
-def serving(
-    addresses: Sequence[str] | None = None,
-    task: Sequence[Part] = (),
-    ranks: int = 1,
-    spares: int = 0,
-) -> Iterator[Server]:
-    """Provide the server of one job, in a folder of its own; see `Server`."""
-    with folders.temporary(tempfile.gettempdir(), SHARED) as folder:
-        server = Server(folder, addresses, task, ranks, spares)
-        try:
-            yield server
-        finally:
-            server.close()
 
 
 def _stream(kind: bytes | bytearray) -> str:

@@ -16,7 +16,7 @@ import pytest
 from hvdlite.errors import StartError
 from hvdlite.launch import job
 from hvdlite.launch.mpirun import OpenMPI
-from hvdlite.launch.server import serving
+from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
 
 
@@ -43,7 +43,7 @@ def run(script, server, **options):
 
 @pytest.fixture
 def server():
-    with serving() as opened:
+    with Server() as opened:
         yield opened
 
 
@@ -114,7 +114,7 @@ def test_the_state_is_there_until_all_ranks_have_it_and_from_when_they_hand_it_o
 
 
 def test_without_a_rank_that_is_left_the_last_death_counts(capsys):
-    with serving(ranks=2, spares=1) as server, contextlib.ExitStack() as stack:
+    with Server(ranks=2, spares=1) as server, contextlib.ExitStack() as stack:
         for rank, code in ((1, 137), (0, 3), (2, 1)):  # the spare's is a consequence
             channel = stack.enter_context(
                 contextlib.closing(protocol.connect(server.address, rank, {}))
@@ -171,12 +171,12 @@ def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
         remove(path, **options)
 
-    with serving() as opened:
+    with Server() as opened:
         folder = Path(opened.address).parent
         assert folder.stat().st_mode & 0o077 == 0  # nobody else may connect
         (folder / "rank.0").mkdir()
         monkeypatch.setattr(os, "rmdir", refuse)
     monkeypatch.undo()
     assert folder.exists()
-    with serving():
+    with Server():
         assert not folder.exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launch import rank
-from hvdlite.launch.server import serving
+from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
 from tests.launch.launcher import survivors
 
@@ -46,7 +46,7 @@ def python(code):
 
 @pytest.fixture
 def server():
-    with serving() as opened:
+    with Server() as opened:
         yield opened
 
 
@@ -248,7 +248,7 @@ def test_the_command_dies_with_its_shim():
 
 @pytest.mark.slow
 def test_the_command_dies_some_time_after_the_launcher():
-    with serving() as server:
+    with Server() as server:
         process = shim(*python(_SHOW_FAMILY), address=server.address)
         pids = list(map(int, process.stdout.readline().split()))
     try:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hvdlite.launch import server as server_module
-from hvdlite.launch.server import Failure, serving
+from hvdlite.launch.server import Failure, Server
 from hvdlite.observe import protocol
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ TASK = [b"task", b"part", b"", b"function"]
 @pytest.fixture(params=["a socket of this host", "TCP"])
 def server(request):
     addresses = ["127.0.0.1", "127.0.0.2"] if request.param == "TCP" else None
-    with serving(addresses, TASK) as opened:
+    with Server(addresses, TASK) as opened:
         if addresses:
             opened.address = f"no-such-host.invalid,{opened.address}"
         yield opened
@@ -98,7 +98,7 @@ def test_the_first_failure_of_each_rank_counts(server):
 
 
 def test_a_stranger_who_does_not_know_the_key_gets_nothing():
-    with serving(["localhost"], TASK) as server:
+    with Server(["localhost"], TASK) as server:
         with pytest.raises(OSError, match="connection to the launcher has failed"):
             connect(server, 0, key=b"guessed")
         assert server.hosts == {}
@@ -106,7 +106,7 @@ def test_a_stranger_who_does_not_know_the_key_gets_nothing():
 
 
 def test_it_listens_at_the_addresses_that_are_given():
-    with serving(["127.0.0.1", "127.0.0.3"], TASK) as server:
+    with Server(["127.0.0.1", "127.0.0.3"], TASK) as server:
         port = int(server.address.rpartition("@")[2])
         for address in ("127.0.0.1", "127.0.0.3"):
             socket.create_connection((address, port), 10).close()
@@ -115,7 +115,7 @@ def test_it_listens_at_the_addresses_that_are_given():
 
 
 def test_a_rank_without_the_key_says_so():
-    with serving(["localhost"], TASK) as server:
+    with Server(["localhost"], TASK) as server:
         with pytest.raises(ConnectionError, match="HVDLITE_LAUNCH_KEY is not set here"):
             protocol.connect(server.address, 0, {})
         assert server.hosts == {}
@@ -159,7 +159,7 @@ def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
 
 def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
     monkeypatch.setattr(server_module, "_MAX_STRANGERS", 0)  # as if it were too busy to accept
-    with serving(None, TASK) as server, contextlib.ExitStack() as stack:
+    with Server(None, TASK) as server, contextlib.ExitStack() as stack:
         full = False
         for _ in range(5000):  # as many as the system takes without an answer
             try:
@@ -236,7 +236,7 @@ def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
     folder = tmp_path / ("d" * 60) / ("e" * 60)
     folder.mkdir(parents=True)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    with serving(None, TASK) as server:
+    with Server(None, TASK) as server:
         assert len(server.address) > 120
         assert_served(server)
     assert list(folder.iterdir()) == []
@@ -274,7 +274,7 @@ def test_frames_of_somebody_else_are_not_taken():
             return frame(other, b"one")
 
     for forge, taken in [(changed, 0), (repeated, 1), (unsealed, 0), (of_another_connection, 0)]:
-        with serving(["localhost"], TASK) as server, connect(server, 0) as channel:
+        with Server(["localhost"], TASK) as server, connect(server, 0) as channel:
             channel._socket.sendall(forge(channel))
             with contextlib.suppress(OSError):
                 while True:
@@ -285,7 +285,7 @@ def test_frames_of_somebody_else_are_not_taken():
 
 
 def test_frames_to_a_rank_from_somebody_else_are_not_taken():
-    with serving(["localhost"], TASK) as server, connect(server, 0) as channel:
+    with Server(["localhost"], TASK) as server, connect(server, 0) as channel:
         (connection,) = server._known
         connection.sendall(protocol.HEADER.pack(protocol.TASK, 4) + b"task" + bytes(64))
         with pytest.raises(protocol.ForgedError, match="what came from the launcher was not sent"):
