@@ -44,16 +44,17 @@ def scaling(document: Mapping[str, Any], path: Path) -> None:
     records = document["results"]
     processes = [record["processes"] for record in records]
     figure, [[axes]] = plots.figure(7, 5)
-    series = []
+    series = {}
     for name, label in (
         ("alone", "without exchange: this machine's limit"),
         ("hvdlite", "hvdlite"),
     ):
         values = [record["images_per_second"][name] for record in records]
         median, low, high = ([value[key] for value in values] for key in ("median", "p10", "p90"))
-        series.append(plots.Series(label, median, low, high, plots.COLORS[name]))
+        series[label] = median, low, high, plots.COLORS[name]
     unit = "images per second (median, 10 - 90 %)"
-    plots.speed_over_ranks(axes, processes, series[0].values[0], series, unit)
+    single = records[0]["images_per_second"]["alone"]["median"]
+    plots.speed_over_ranks(axes, processes, single, series, unit)
     axes.set_xticks(processes, [_scaling_text(record) for record in records])
     axes.set_xlabel("processes, of one thread each")
     axes.set_title(f"ResNet-18 at 32x32, batch {records[0]['batch_per_process']} per process")

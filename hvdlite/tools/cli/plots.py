@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,22 +30,6 @@ COLORS = {
     "alone": "#7f7f7f",
 }
 _MILLISECONDS = 1e3
-
-
-class Series(NamedTuple):
-    """Speeds over the number of ranks, with their spread.
-
-    Attributes:
-        label: in the legend.
-        values, low, high: for each number of ranks.
-        color: one of `COLORS`.
-    """
-
-    label: str
-    values: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-    color: str
 
 
 def check(path: str) -> None:
@@ -80,12 +64,16 @@ def save(figure: Any, path: str | Path) -> None:
 
 
 def speed_over_ranks(
-    axes: Any, ranks: Sequence[int], single: float, series: Sequence[Series], unit: str
+    axes: Any, ranks: Sequence[int], single: float, series: Mapping[str, Sequence[Any]], unit: str
 ) -> None:
-    """Draw speeds against the ideal line: that many times the single speed of one rank."""
+    """Draw speeds against the ideal line: that many times the single speed of one rank.
+
+    Args:
+        series: by label: the speeds for each number of ranks, the least, the greatest, and a color.
+    """
     ideal = [number * single for number in ranks]
     axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
-    for label, values, low, high, color in series:
+    for label, (values, low, high, color) in series.items():
         axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
         axes.fill_between(ranks, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_ylim(bottom=0)

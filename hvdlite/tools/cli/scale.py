@@ -270,8 +270,8 @@ def plot(document: Mapping[str, Any], path: str) -> None:
     high = [value + by for value, by in zip(values, spread, strict=True)]
     unit = "speed-up (by wall time)" if is_wall else document["metric"]
     color = plots.COLORS["hvdlite"]
-    measured = plots.Series("measured (mean and standard deviation)", values, low, high, color)
-    plots.speed_over_ranks(left, ranks, values[0] / ranks[0], [measured], unit)
+    measured = {"measured (mean and standard deviation)": (values, low, high, color)}
+    plots.speed_over_ranks(left, ranks, values[0] / ranks[0], measured, unit)
     efficiency = [100 * each["efficiency"] for each in results]
     plots.over_ranks(right, ranks, "efficiency in %")
     right.axhline(100, linestyle=":", color="black")
