@@ -94,7 +94,7 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
         "origin": "Horovod" if record.is_horovod else "hvdlite",
         "events": record.events,
         "problem": record.problem,
-        "steps": _describe(count, marker, ranks[0], np.array(record.nbytes)),
+        "steps": _describe(count, marker, ranks[0], record),
         "shares": [_share(rank, each, record.is_horovod) for rank, each in record.ranks.items()],
         "slowest": waits.slowest(list(record.ranks), count - 1),
         "waited_for": (waits.matrix * _MICRO).tolist(),
@@ -173,12 +173,13 @@ def _find_steps(record: Record, ranks: Sequence[RankRecord]) -> str:
         return ""
     for each in ranks:
         each.ends = each.operations.end[each.operations.tensor == most]
-    return f"operations of {record.tensors[most][1]}"
+    return f"operations of {[*record.tensors][most][1]}"
 
 
-def _describe(count: int, marker: str, first: RankRecord, nbytes: Any) -> dict[str, Any]:
+def _describe(count: int, marker: str, first: RankRecord, record: Record) -> dict[str, Any]:
     is_known = count > 1
     times = np.diff(np.asarray(first.ends[:count])) * _MICRO if is_known else np.zeros(1)
+    nbytes = np.array([nbytes for _, nbytes, _ in record.tensors.values()])
     small = nbytes[first.inside.tensor] < _SMALL
     return {
         "count": count,
@@ -192,10 +193,10 @@ def _describe(count: int, marker: str, first: RankRecord, nbytes: Any) -> dict[s
 
 
 def _sent_ratio(record: Record, size: int) -> float | None:
-    known = [pair for pair in zip(record.sent, record.nbytes, strict=True) if all(pair)]
+    known = [sizes for _, *sizes in record.tensors.values() if all(sizes)]
     if size < 2 or not known:
         return None
-    sent, nbytes = map(sum, zip(*known, strict=True))
+    nbytes, sent = map(sum, zip(*known, strict=True))
     return sent / (nbytes * 2 * (size - 1) / size)
 
 
@@ -216,7 +217,8 @@ def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
     ranks, operations = list(record.ranks), [each.inside for each in record.ranks.values()]
     numbers = np.concatenate([own.tensor for own in operations])
     times = np.concatenate([own.end - own.start for own in operations])
-    size = len(record.tensors)
+    tensors = list(record.tensors.items())
+    size = len(tensors)
     counts = np.bincount(operations[0].tensor, minlength=size)
     total = np.bincount(numbers, times, size) * _MICRO
     longest = np.zeros(size, np.int64)
@@ -231,11 +233,11 @@ def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
     chosen = sorted({int(n) for n in worst if samples[n]}, key=lambda n: -total[n])
     return [
         {
-            "name": record.tensors[n][1],
-            "row": record.tensors[n][0],
+            "name": name,
+            "row": row,
             "count": int(counts[n]),
-            "nbytes": record.nbytes[n],
-            "sent": record.sent[n],
+            "nbytes": nbytes,
+            "sent": sent,
             "exchange": float(total[n] / samples[n]),
             "exchange_max": float(longest[n] * _MICRO),
             "exchange_share": float(total[n] / total.sum()) if total.any() else 0.0,
@@ -245,5 +247,5 @@ def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
             else None,
             "last": float(lasts[:, n].max() / max(matched[n], 1)) if len(ranks) > 1 else 0.0,
         }
-        for n in chosen
+        for (row, name), (n, nbytes, sent) in map(tensors.__getitem__, chosen)
     ]

@@ -30,7 +30,7 @@ def render(document: Mapping[str, Any], record: Record) -> str:
         "view": int(_STEPS_IN_VIEW * 1e6 * document["steps"]["seconds_median"]) or last - first,
         "names": [share["name"] for share in document["shares"]],
         "tensors": [name for _, name in record.tensors],
-        "bytes": record.nbytes,
+        "bytes": [nbytes for _, nbytes, _ in record.tensors.values()],
         "ranks": _ranks(record, first, last),
         "steps": _step_times(next(iter(record.ranks.values())).ends),
     }

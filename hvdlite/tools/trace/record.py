@@ -146,9 +146,9 @@ class Record:
         events: the number of events read so far.
         problem: why there are no more events, if not because the file is complete; else empty.
         ranks: the record of each rank that has events.
-        tensors: row and name of each tensor; the names of unnamed operations count as one.
-        nbytes: the largest number of bytes of each tensor's operations; 0: unknown.
-        sent: the most that a rank has sent in one of each tensor's operations; 0: unknown.
+        tensors: by the row and name of each tensor (the names of unnamed operations count as one):
+            its number, the largest number of bytes of its operations, and the most that a rank has
+            sent in one of them; 0: unknown.
         is_horovod: Horovod wrote the trace. Its coordinator alone does, and its processes are
             tensors: there are no waits of the training thread in it.
     """
@@ -158,11 +158,8 @@ class Record:
         self.events = 0
         self.problem = ""
         self.ranks: dict[int, RankRecord] = defaultdict(RankRecord)
-        self.tensors: list[tuple[str, str]] = []
-        self.nbytes: list[int] = []
-        self.sent: list[int] = []
+        self.tensors: dict[tuple[str, str], tuple[int, int, int]] = {}
         self.is_horovod = False
-        self._numbers: dict[tuple[str, str], int] = {}
         self._rows: dict[Any, str] = {}
         self._ready: dict[Any, int] = {}
         self._blocked: dict[Any, int] = {}
@@ -237,14 +234,8 @@ class Record:
     def tensor(self, row: str, name: str, nbytes: int = 0, sent: int = 0) -> int:
         """Return the number of a tensor; arguments as in ``tensors``."""
         key = row, _WITHOUT_NAME.sub(".noname.*", name)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self.tensors)
-            self.tensors.append(key)
-            self.nbytes.append(0)
-            self.sent.append(0)
-        self.nbytes[number] = max(self.nbytes[number], nbytes)
-        self.sent[number] = max(self.sent[number], sent)
+        number, most, most_sent = self.tensors.get(key, (len(self.tensors), 0, 0))
+        self.tensors[key] = number, max(most, nbytes), max(most_sent, sent)
         return number
 
     def _metadata(self, event: Event) -> None:
