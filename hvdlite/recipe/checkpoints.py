@@ -24,6 +24,7 @@ import numpy.typing as npt
 from hvdlite import collectives
 from hvdlite.base import files
 from hvdlite.errors import CheckpointError, HorovodInternalError
+from hvdlite.observe.failures import chain
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
 from hvdlite.world import world
@@ -168,13 +169,15 @@ class Checkpoint:
                 with files.replacing(self.path, self.keep) as file:
                     write(file)
             except Exception as error:
-                reason = _find_lack_of_room(error)
-                if reason is None:
+                # ``torch.save`` raises errors of its own while it handles the system's.
+                causes = [each for each in chain(error) if isinstance(each, OSError)]
+                reasons = [each.strerror for each in causes if each.errno in _NO_ROOM]
+                if not reasons:
                     raise
                 size = _Size()
                 write(size)  # type: ignore[arg-type]
                 raise CheckpointError(
-                    f"{self.path} cannot be written on the host of rank 0: {reason}: the file "
+                    f"{self.path} cannot be written on the host of rank 0: {reasons[0]}: the file "
                     f"needs {size.tell() / 1e6:.1f} MB beside the previous one, which is "
                     "unchanged; make room, or choose a path on another disk"
                 ) from error
@@ -280,18 +283,6 @@ class _Size(io.RawIOBase):
 
     def tell(self) -> int:
         return self._size
-
-
-def _find_lack_of_room(error: BaseException | None) -> str | None:
-    """Return the system's word for it, if an error is about a file for which there is no room.
-
-    ``torch.save`` raises errors of its own while it handles the system's.
-    """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return error.strerror
-        error = error.__context__
-    return None
 
 
 def _is_from_torch(file: IO[bytes]) -> bool:

@@ -41,8 +41,7 @@ def main(folder: str) -> None:
 
     from mpi4py import MPI
 
-    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
-    write(rank=MPI.COMM_WORLD.rank, size=MPI.COMM_WORLD.size, library=library)
+    write(size=MPI.COMM_WORLD.size)
     if MPI.COMM_WORLD.size < 2:
         return
     source, target = _memory(), _memory()
