@@ -110,7 +110,8 @@ def main(arguments: Sequence[str]) -> None:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
         rank = f"rank {first_of(RANK, '?')} on host {os.uname().nodename}"
-        text = describe(rank, code) + _after_step(steps)
+        last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
+        text = describe(rank, code) + (f" after step {last}" if last else "")
         if others_go_on:
             if not _send(channel, protocol.DEATH, str(shell_code(code)), text):
                 os.write(2, f"hvdliterun: {text}; the other ranks go on\n".encode())
@@ -265,12 +266,6 @@ def _make_steps() -> int:
         os.ftruncate(file, 16)
         return file
     return -1
-
-
-def _after_step(steps: int) -> str:
-    """Say which step was the rank's last; empty: it has made none, or it is unknown."""
-    last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
-    return f" after step {last}" if last else ""
 
 
 def _notes(folder: str, ranks: str = "") -> dict[str, int]:

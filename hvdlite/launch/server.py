@@ -231,14 +231,14 @@ class Server:
         """Remove the line that goes on from the terminal, where another one is to be printed."""
         if self._is_drawn:
             self._is_drawn = False
-            _write(_CLEAR)
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
     def _redraw(self) -> None:
         """Draw the line that goes on; of several ranks' the first one's."""
         self._is_drawn = bool(self._live)
         if self._live:
             text = self._live[min(self._live)].rpartition("\r")[2]
-            _write(_CLEAR + text[: self.columns - 1])
+            print(_CLEAR + text[: self.columns - 1], end="", file=sys.stderr, flush=True)
 
     def _put(self, message: _Message | OSError) -> None:
         while not self._closed:
@@ -306,11 +306,6 @@ class Server:
 
 def _stream(kind: bytes | bytearray) -> str:
     return "stdout" if kind == protocol.OUT else "stderr"
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def _listen(addresses: Sequence[str]) -> list[socket.socket]:

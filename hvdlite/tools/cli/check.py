@@ -77,7 +77,9 @@ def main(options: argparse.Namespace) -> int:
     hosts = [] if options.hosts is None else [host.name for host in parse_hosts(options.hosts)]
     installed = software()
     findings, bandwidth = _mpi()
-    findings += [*_nccl(), *_answers(hosts)]
+    findings += _nccl()
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        findings += pool.map(_answer, dict.fromkeys(hosts))
     healthy = all(finding.state != _FAULT for finding in findings)
     if options.json:
         document = {
@@ -269,12 +271,6 @@ def _nccl_version(path: Path) -> str:
 
 
 # Hosts
-
-
-def _answers(hosts: Sequence[str]) -> list[Finding]:
-    """Log in to each host, all at the same time."""
-    with ThreadPoolExecutor(max_workers=32) as pool:
-        return list(pool.map(_answer, dict.fromkeys(hosts)))
 
 
 def _answer(host: str) -> Finding:
