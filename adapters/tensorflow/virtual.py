@@ -24,8 +24,7 @@ from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
-from hvdlite.virtual.gradients import Part, VirtualExchange
-from hvdlite.virtual.state import VirtualState
+from hvdlite.virtual.gradients import VirtualExchange
 from hvdlite.world import parts
 
 
@@ -45,16 +44,7 @@ class VirtualSteps(GradientPath):
         options = self._options = synchronizer.options
         self._checks: ReplicaChecks = backend.checks
         self._buffers = ModelBuffers(options.model)
-        self.exchange = VirtualExchange(
-            runtime.engine(),
-            LABEL,
-            parts.current.size,
-            [],
-            options.strategy,
-            options.reduction,
-            self._buffers.parameters,
-        )
-        self.state = VirtualState(self.exchange)
+        self.exchange = self.state = VirtualExchange(LABEL, options.strategy, options.reduction)
         self._compared: list[Any] = []
         self._generators: list[Any] | None = None
         self.stepped = False
@@ -104,11 +94,9 @@ class VirtualSteps(GradientPath):
             given = dict(zip(here, arrays, strict=False))
             rest = arrays[len(here) :]
             values, before = rest[: len(buffers)], rest[len(buffers) : 2 * len(buffers)]
-            pairs = enumerate(zip(values, before, strict=True))
-            changed = frozenset(n for n, pair in pairs if not np.array_equal(*pair))
             count = int(arrays[-1]) if counts else None
             whole = [given.get(number) for number in range(len(parameters))]
-            return self._end_part(parameters, Part(whole, values, changed, count), before)
+            return self._end_part(parameters, whole, values, before, count)
 
         reads = [read(variable) for variable in (*buffers, *begins)]
         results_like = [*own, *reads[: len(buffers)], *states]
@@ -127,18 +115,25 @@ class VirtualSteps(GradientPath):
             apply(averages)
 
     def _end_part(
-        self, parameters: Sequence[Parameter], part: Part, begins: Sequence[Any]
+        self,
+        parameters: Sequence[Parameter],
+        gradients: Sequence[Any],
+        values: Sequence[Any],
+        begins: Sequence[Any],
+        samples: int | None,
     ) -> list[Any]:
         """Return whether the step is complete, averages or zeros, and what buffers begin with."""
-        exchange, gradients = self.exchange, part.gradients
+        exchange = self.exchange
         here = [number for number, each in enumerate(gradients) if each is not None]
-        exchange.follow(runtime.engine(), parameters)
+        pairs = enumerate(zip(values, begins, strict=True))
+        changed = [number for number, pair in pairs if not np.array_equal(*pair)]
+        exchange.follow(parameters, self._buffers.parameters)
         exchange.check = self._checks.of(self._compared, global_process_set)
         self._buffers.end_part()
         self.stepped = False
         outcome = None
         try:
-            outcome = exchange.end_part(part)
+            outcome = exchange.end_part(gradients, values, changed, samples)
         except NotFiniteError as error:
             if runtime.engine().settings.not_finite != "skip":
                 raise

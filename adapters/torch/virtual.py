@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter
-from hvdlite.engine import Signature, runtime
+from hvdlite.engine import Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.options import Options
 from hvdlite.recipe.seeding import last_seed, seed_part
@@ -29,9 +29,8 @@ from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
-from hvdlite.virtual.gradients import Outcome, Part, VirtualExchange
+from hvdlite.virtual.gradients import Outcome, VirtualExchange
 from hvdlite.virtual.ranks import turns_of
-from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
@@ -80,15 +79,8 @@ class VirtualReducer:
         self._constants: dict[tuple[str, int], Any] = {}  # with which the step has begun
         self._has_begun = False
         self._look_around()
-        self.exchange = VirtualExchange(
-            runtime.engine(),
-            label,
-            parts.current.size,
-            [],
-            options.strategy,
-            options.reduction,
-            check=make_check(self._find_optimizer, names, self._parameters),
-        )
+        check = make_check(self._find_optimizer, names, self._parameters)
+        self.exchange = VirtualExchange(label, options.strategy, options.reduction, check)
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange these parameters' gradients."""
@@ -137,24 +129,23 @@ class VirtualReducer:
             for number, parameter in enumerate(self._parameters)
             if (gradient := parameter.grad) is not None and gradient.is_sparse
         }
-        buffers = self._buffers.take()
-        exchange, described = self.exchange, describe(self.names, self._parameters)
-        exchange.follow(runtime.engine(), described, buffers.parameters)
-        exchange.start = Signature(
+        described, values, changed = self._buffers.take()
+        self.exchange.follow(describe(self.names, self._parameters), described)
+        self.exchange.start = Signature(
             [
                 ("the seed of hvd.seed", last_seed()),
                 ("the number of threads", torch.get_num_threads()),
-                *buffers.start,
+                *self._buffers.checksums(),
             ]
         )
         self.stepped = False
-        outcome = exchange.end_part(Part(gradients, buffers.values, buffers.changed, samples, axes))
+        outcome = self.exchange.end_part(gradients, values, changed, samples, axes)
         if outcome is None:
             for parameter in self._parameters:
                 parameter.grad = None  # so that no optimizer changes anything
         else:
             self._hand_over(outcome)
-            self._buffers.begin_step(buffers, outcome.buffers)
+            self._buffers.begin_step(outcome.buffers)
             self.stepped = True
         self.averaged = True
         seed_part()
@@ -219,7 +210,7 @@ class VirtualReducer:
         """Forget a step that was given up, and move to the current world."""
         self.averaged = False
         self._buffers.restart()
-        self.exchange.connect(runtime.engine())
+        self.exchange.connect()
         turns = turns_of(self.exchange.size)
         turns.begin_step(turns.step)
 
@@ -231,23 +222,6 @@ class _Buffer(NamedTuple):
     key: str
     tensor: torch.Tensor | None
     value: Any
-
-
-class BuffersOfPart(NamedTuple):
-    """The buffers as the part of a virtual rank has left them.
-
-    Attributes:
-        values: in the form in which they are averaged.
-        changed: the numbers of those that the part has changed.
-        buffers: what they held before that, or None, and hold now.
-        start: names and checksums of what they held before.
-    """
-
-    parameters: list[Parameter]
-    values: list[Any]
-    changed: frozenset[int]
-    buffers: list[tuple[_Buffer | None, _Buffer]]
-    start: list[tuple[str, str]]
 
 
 class ModelBuffers:
@@ -266,6 +240,8 @@ class ModelBuffers:
         self._failure = ""
         self._watched = _PARTS_WATCHED
         self._outside: dict[str, Any] = {}
+        # What each buffer held when the step began, or None, and after the part that ended last.
+        self._pairs: list[tuple[_Buffer | None, _Buffer]] = []
         self.restart()
         virtual_ranks.listeners.add(self)
 
@@ -354,8 +330,12 @@ class ModelBuffers:
                 ", ".join(changed),
             )
 
-    def take(self) -> BuffersOfPart:
-        """Return what a part has left, and give the buffers back what the step has begun with.
+    def take(self) -> tuple[list[Parameter], list[Any], list[int]]:
+        """Take what a part has left, and give the buffers back what the step has begun with.
+
+        Returns:
+            Descriptions of the buffers; what they held, in the form in which it is averaged; and
+            the numbers of those that the part has changed.
 
         Raises:
             RuntimeError: they were changed where no part can be told to have done so.
@@ -377,29 +357,27 @@ class ModelBuffers:
                 f"rank {world.rank()}: the buffer {lost[0]!r} of the model is None or gone after "
                 "the part of a virtual rank; with virtual ranks, buffers stay once they are there"
             )
-        pairs = [(begun.get(name), buffer) for name, buffer in there.items()]
-        values = [_averaged_form(before, now) for before, now in pairs]
-        return BuffersOfPart(
-            [
-                Parameter(name, value.shape, value.dtype)
-                for name, value in zip(there, values, strict=True)
-            ],
-            values,
-            frozenset(n for n, pair in enumerate(pairs) if not _are_equal(*pair)),
-            pairs,
-            [
-                (f"the CRC-32 of the buffer {name!r}", f"{zlib.crc32(buffer.value.tobytes()):08x}")
-                for name, buffer in begun.items()
-            ],
-        )
+        self._pairs = [(begun.get(name), buffer) for name, buffer in there.items()]
+        values = [_averaged_form(before, now) for before, now in self._pairs]
+        described = [Parameter(n, v.shape, v.dtype) for n, v in zip(there, values, strict=True)]
+        changed = [n for n, pair in enumerate(self._pairs) if not _are_equal(*pair)]
+        return described, values, changed
 
-    def begin_step(self, part: BuffersOfPart, averages: Sequence[Any]) -> None:
+    def checksums(self) -> list[tuple[str, str]]:
+        """Return names and checksums of what the step has begun with."""
+        return [
+            (f"the CRC-32 of the buffer {name!r}", f"{zlib.crc32(buffer.value.tobytes()):08x}")
+            for name, buffer in self._start.items()
+            if buffer.tensor is not None
+        ]
+
+    def begin_step(self, averages: Sequence[Any]) -> None:
         """Set the buffers that any part has changed to their averages.
 
         Args:
-            averages: of the values; None: no part has changed them.
+            averages: of what `take` has returned; None: no part has changed it.
         """
-        for (before, now), average in zip(part.buffers, averages, strict=True):
+        for (before, now), average in zip(self._pairs, averages, strict=True):
             if average is not None:
                 _set(now if before is None else before, _value_form(before, now, average))
         self.restart()
@@ -531,7 +509,7 @@ class Virtual(Distributed):
     ) -> tuple[Any, Any]:
         remove_hooks(names)
         reducer = VirtualReducer(names, options, label, optimizer)
-        return reducer, VirtualState(reducer.exchange)
+        return reducer, reducer.exchange
 
     @property
     def stepped(self) -> bool:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,9 +32,10 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.compression.strategy import check_op
-from hvdlite.engine import Engine, Operation
+from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import GradientError, MismatchError, NotFiniteError, ranks_text
 from hvdlite.gradients import replicas
 from hvdlite.gradients.finite import check_finite
@@ -44,7 +46,7 @@ from hvdlite.observe import status
 from hvdlite.transport import Transport
 from hvdlite.virtual.ranks import distribute, turns_of
 from hvdlite.virtual.transport import VirtualRanks, VirtualTransport
-from hvdlite.world import world
+from hvdlite.world import parts, world
 
 #: The number of processes that keep a copy of what strategies remember in another one.
 COPIES = 2
@@ -70,45 +72,15 @@ class Outcome(NamedTuple):
     axes: Mapping[int, int] = MappingProxyType({})
 
 
-class Holdings(NamedTuple):
-    """A process's message to the others about what strategies remember.
-
-    Attributes:
-        exchanges: that it has taken part in.
-        states: the virtual ranks of which it has what strategies remember.
-        loaded: whether that was loaded from a checkpoint after its last exchange.
-    """
-
-    exchanges: int
-    states: frozenset[int]
-    loaded: bool
-
-
 class Part(NamedTuple):
-    """A part of a step, as it has been computed for a virtual rank.
-
-    Attributes:
-        gradients: for each parameter an array of its shape; None: it has no gradient.
-        changed: the numbers of those that differ from what the step has begun with.
-        samples: the number of samples that the gradients are averages of; given for all virtual
-            ranks, or for none.
-        axes: the number of sparse axes of each gradient that was sparse, by number.
-    """
-
-    gradients: Sequence[Any]
-    buffers: Sequence[Any] = ()
-    changed: frozenset[int] = frozenset()
-    samples: int | None = None
-    axes: Mapping[int, int] = MappingProxyType({})
-
-
-class Summary(NamedTuple):
-    """A process's message to the others about a part.
+    """A process's message to the others about the part of a virtual rank.
 
     Attributes:
         present: the numbers of the parameters that have a gradient, and of changed buffers, which
             follow the parameters.
-        samples, axes: as in `Part`.
+        samples: the number of samples that the gradients are averages of; given for all virtual
+            ranks, or for none.
+        axes: the number of sparse axes of each gradient that was sparse, by number.
     """
 
     present: frozenset[int]
@@ -116,20 +88,42 @@ class Summary(NamedTuple):
     axes: Mapping[int, int]
 
 
+class Report(NamedTuple):
+    """A process's message to the others before an exchange.
+
+    Attributes:
+        parts: those that it has computed of the step, by virtual rank.
+        exchanges: that it has taken part in.
+        held: the virtual ranks of which it has what strategies remember.
+        loaded: whether that was loaded from a checkpoint after its last exchange.
+        start: the digest of `VirtualExchange.start`.
+        replica: the digest of its replica, or b"".
+    """
+
+    parts: Mapping[int, Part]
+    exchanges: int
+    held: frozenset[int]
+    loaded: bool
+    start: bytes
+    replica: bytes = b""
+
+
 class VirtualExchange:
     """The averaging of the gradients of virtual ranks, and of their models' buffers.
 
+    It is also what an optimizer's ``state_dict()`` has of them, as an `ExchangeState` is without
+    virtual ranks.
+
     Args:
-        engine: whose gradient lane is used.
         label: unique, and the same on all processes.
-        size: the number of virtual ranks.
-        parameters: in the order of their registration.
         reduction: sum or average.
-        buffers: arrays that are not trained and change with every batch, such as the running
-            averages of a batch normalisation.
         check: compares the processes' replicas; None: they may differ.
 
     Attributes:
+        size: the number of virtual ranks.
+        parameters: in the order of their registration.
+        buffers: arrays that are not trained and change with every batch, such as the running
+            averages of a batch normalisation.
         plan: for each bucket its parameters or its buffers, by number; buffers come last.
         places: the bucket and the position there of each, by number.
         parts: those that have been computed here in this step, by virtual rank.
@@ -141,28 +135,27 @@ class VirtualExchange:
         loaded: whether they were loaded from a checkpoint since.
         start: what else a step begins with, such as the values of buffers; the processes compare
             it in every step.
+        steps: None: there is no schedule.
     """
+
+    steps = None
 
     def __init__(
         self,
-        engine: Engine,
         label: str,
-        size: int,
-        parameters: Sequence[Parameter],
         strategy: Strategy,
         reduction: Reduction,
-        buffers: Sequence[Parameter] = (),
         check: ReplicaCheck | None = None,
     ) -> None:
         if reduction.op is ReduceOp.ADASUM:
             raise ValueError("op=hvd.Adasum cannot be used with virtual ranks; use hvd.Average")
         check_op(strategy, reduction.op)
-        self.parameters = tuple(parameters)
-        self.buffers = tuple(buffers)
+        self.parameters: tuple[Parameter, ...] = ()
+        self.buffers: tuple[Parameter, ...] = ()
         self.strategy = strategy
         self.reduction = reduction
-        self.size = size
-        self.parts: dict[int, Summary] = {}
+        self.size = parts.current.size
+        self.parts: dict[int, Part] = {}
         self.buckets: dict[int, list[Bucket]] = {}  # used again in later steps
         self.states: dict[int, StrategyState] = {}
         self.copies: States = {}
@@ -172,12 +165,12 @@ class VirtualExchange:
         self._label = label
         self.check = check
         self.played: frozenset[int] = frozenset()
-        self.connect(engine)
+        self.connect()
 
-    def connect(self, engine: Engine) -> None:
-        """Move to another engine; what has been computed of a step is forgotten."""
-        self._engine = engine
-        settings = engine.settings
+    def connect(self) -> None:
+        """Move to the current world; what has been computed of a step is forgotten."""
+        self._engine = runtime.engine()
+        settings = self._engine.settings
         of_buffers = plan_for(self.buffers, DENSE, settings)
         self.plan = [
             *plan_for(self.parameters, self.strategy, settings),
@@ -197,28 +190,11 @@ class VirtualExchange:
         )
         self.checks_finite = settings.not_finite != "pass"
         self.buckets.clear()
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what has been computed of a step."""
         self.parts.clear()
 
     def is_buffer(self, number: int) -> bool:
         """Return whether a number is a buffer's, and not a parameter's."""
         return number >= len(self.parameters)
-
-    def _add(self, rank: int, part: Part) -> None:
-        """Keep a copy of what has been computed for a virtual rank."""
-        if rank not in self.buckets:
-            state = self.states.setdefault(rank, StrategyState())
-            self.buckets[rank] = [self._bucket(members, state) for members in self.plan]
-        for number, array in enumerate((*part.gradients, *part.buffers)):
-            bucket, position = self.places[number]
-            slot = self.buckets[rank][bucket].send_slot(position)
-            slot[...] = 0 if array is None else array
-        present = {number for number, each in enumerate(part.gradients) if each is not None}
-        present.update(len(self.parameters) + number for number in part.changed)
-        self.parts[rank] = Summary(frozenset(present), part.samples, dict(part.axes))
 
     def _bucket(self, members: Sequence[int], state: StrategyState) -> Bucket:
         arrays = *self.parameters, *self.buffers
@@ -227,15 +203,10 @@ class VirtualExchange:
             return Bucket(described, Reduction())
         return Bucket(described, self.reduction, np.empty, state)
 
-    def follow(
-        self,
-        engine: Engine,
-        parameters: Sequence[Parameter],
-        buffers: Sequence[Parameter] | None = None,
-    ) -> None:
-        """Move to another engine, or to other parameters or buffers, if these are other ones.
+    def follow(self, parameters: Sequence[Parameter], buffers: Sequence[Parameter] = ()) -> None:
+        """Move to the current world, and to other parameters or buffers, if these are other ones.
 
-        It is called before each part. Without ``buffers`` they stay as they are.
+        It is called before each part.
 
         Raises:
             RuntimeError: as `turns_of` and `Turns.begin_part`; or parameters or buffers are others
@@ -243,10 +214,10 @@ class VirtualExchange:
         """
         turns = turns_of(self.size)
         turns.begin_part(self)
-        if engine is not self._engine:
-            self.connect(engine)
+        if runtime.engine() is not self._engine:
+            self.connect()
             turns.begin_step(turns.step)
-        found = tuple(parameters), self.buffers if buffers is None else tuple(buffers)
+        found = tuple(parameters), tuple(buffers)
         if found == (self.parameters, self.buffers):
             return
         if self.parts:
@@ -259,10 +230,23 @@ class VirtualExchange:
                 "(if optimizer.stepped)"
             )
         self.parameters, self.buffers = found
-        self.connect(engine)
+        self.connect()
 
-    def end_part(self, part: Part) -> Outcome | None:
+    def end_part(
+        self,
+        gradients: Sequence[Any],
+        buffers: Sequence[Any] = (),
+        changed: Iterable[int] = (),
+        samples: int | None = None,
+        axes: Mapping[int, int] = MappingProxyType({}),
+    ) -> Outcome | None:
         """End the part of the virtual rank whose turn it is; after the last one, exchange.
+
+        Args:
+            gradients: for each parameter an array of its shape, which is copied; None: it has none.
+            buffers: for each buffer the same.
+            changed: the numbers of those that differ from what the step has begun with.
+            samples, axes: as in `Part`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
@@ -275,9 +259,17 @@ class VirtualExchange:
         turns = turns_of(self.size)
         rank = turns.rank
         is_last = turns.end()
-        if part.samples is not None:
+        if samples is not None:
             check_weighted(self.reduction.op)
-        self._add(rank, part)
+        if rank not in self.buckets:
+            state = self.states.setdefault(rank, StrategyState())
+            self.buckets[rank] = [self._bucket(members, state) for members in self.plan]
+        for number, array in enumerate((*gradients, *buffers)):
+            bucket, position = self.places[number]
+            self.buckets[rank][bucket].send_slot(position)[...] = 0 if array is None else array
+        present = {number for number, each in enumerate(gradients) if each is not None}
+        present.update(len(self.parameters) + number for number in changed)
+        self.parts[rank] = Part(frozenset(present), samples, dict(axes))
         if not is_last:
             return None
         try:
@@ -310,7 +302,7 @@ class VirtualExchange:
             try:
                 outcome: Outcome = self._engine.gradients.run(operation)
             except BaseException:
-                self.restart()
+                self.parts.clear()
                 raise
             if outcome.added is None or outcome.added:
                 break
@@ -322,7 +314,7 @@ class VirtualExchange:
             self.buckets = {rank: self.buckets[rank] for rank in self.played}
             self.copies = operation.copies
             self.loaded = False
-            self.restart()
+            self.parts.clear()
             if operation.refusal is not None:
                 raise operation.refusal
             status.count_step((self._label, hash(self.parameters)))
@@ -330,21 +322,21 @@ class VirtualExchange:
                 self.check.end()
         return outcome
 
-    @property
-    def holdings(self) -> Holdings:
-        """Return what this process tells the others of its states."""
-        return Holdings(self.exchanges, self.played.union(self.copies), self.loaded)
+    def report(self, replica: bytes = b"") -> Report:
+        """Return what this process tells the others."""
+        held = self.played.union(self.copies)
+        return Report(self.parts, self.exchanges, held, self.loaded, self.start.digest, replica)
 
-    def find_holders(self, reports: Sequence[Holdings]) -> dict[int, list[int]]:
+    def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
 
         Raises:
             GradientError: nobody has that of a virtual rank; on all processes.
         """
         last = max(each.exchanges for each in reports)
-        newest = {n: each.states for n, each in enumerate(reports) if each.exchanges == last}
+        newest = {n: each.held for n, each in enumerate(reports) if each.exchanges == last}
         holders = {
-            rank: [process for process, states in newest.items() if rank in states]
+            rank: [process for process, held in newest.items() if rank in held]
             for rank in range(self.size)
         }
         lost = [rank for rank, processes in holders.items() if not processes]
@@ -363,35 +355,80 @@ class VirtualExchange:
         )
 
     def state_of(self, rank: int) -> dict[str, dict[str, Any]]:
-        """Return what strategies remember of a virtual rank that is among the `holdings`."""
+        """Return what strategies remember of a virtual rank, as this process has reported it."""
         return self.states[rank].state_dict() if rank in self.played else self.copies[rank]
 
-    def load(self, exchanges: int, states: States, is_own: bool) -> None:
-        """Set what strategies remember of some or all virtual ranks.
+    def state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
+        """Return the step, and what the compression remembers of the virtual ranks played here."""
+        virtual = {
+            "size": self.size,
+            "step": turns_of(self.size).step,
+            "exchanges": self.exchanges,
+            "compression": {rank: self.state_of(rank) for rank in sorted(self.report().held)},
+        }
+        return {"virtual": virtual}
+
+    def common_state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
+        """Return the part of `state_dict` with which another process may begin.
+
+        It gets what the compression remembers of a virtual rank when it plays it.
+        """
+        virtual = self.state_dict(process_set)["virtual"]
+        return {"virtual": {**virtual, "compression": None}}
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any],
+        op: ReduceOp,
+        process_set: ProcessSet,
+        is_own: bool = False,
+    ) -> None:
+        """Load what `state_dict` has returned, also on another number of processes.
 
         Args:
-            is_own: whether this process has kept them, not a checkpoint.
+            is_own: whether this process has kept it, not a checkpoint.
         """
-        self.restart()
+        given = saved.get("virtual")
+        if given is None:
+            return
+        turns_of(self.size).begin_step(int(given["step"]))
+        exchanges, size = int(given["exchanges"]), int(given["size"])
+        states: States = {}
+        if given["compression"] is None:
+            if self.exchanges == exchanges:
+                return
+            is_own = True
+        else:
+            states = {int(rank): state for rank, state in given["compression"].items()}
+            if states and not is_own and not any(states.values()):
+                # A compression that kept nothing has left out nothing either.
+                states = {rank: {} for rank in range(size)}
+            if size != self.size:
+                exchanges = 0
+                if any(states.values()):
+                    warnings.warn(
+                        f"what the compression has left to send was saved for {size} virtual "
+                        f"ranks, and is lost for {self.size}",
+                        stacklevel=4,
+                    )
+        self.parts.clear()
         self.exchanges = exchanges
         self.loaded = not is_own
         self.states, self.played = {}, frozenset()
-        self.copies = {**states} if exchanges else {}
+        self.copies = states if exchanges else {}
         self.buckets.clear()
 
+    def consolidate(self, process_set: ProcessSet) -> None:
+        """Give every process what the compression remembers of all virtual ranks; collective.
 
-class _Report(NamedTuple):
-    """A process's message to the others before an exchange.
-
-    Attributes:
-        replica: the digest of its replica, or b"".
-        start: the digest of `VirtualExchange.start`.
-    """
-
-    parts: Mapping[int, Summary]
-    holdings: Holdings
-    replica: bytes
-    start: bytes
+        Raises:
+            HorovodInternalError: it is lost with ranks that died, the state that was loaded lacks
+                it, or communication failed.
+        """
+        states: States = runtime.engine().run(
+            "consolidate_exchange_state", None, lambda name: _Consolidation(name, self)
+        )
+        self.copies = {r: state for r, state in states.items() if r not in self.played}
 
 
 class _Exchange(Operation):
@@ -448,9 +485,7 @@ class _Exchange(Operation):
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
         owner = self._owner
-        replica = b"" if self._snapshot is None else self._snapshot.digest
-        own = _Report(owner.parts, owner.holdings, replica, owner.start.digest)
-        reports = [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
+        reports = _report(owner, transport, self._snapshot)
         done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(owner.size)) - set(itertools.chain(*done)))
         if missing:
@@ -458,7 +493,7 @@ class _Exchange(Operation):
         digests = [each.replica for each in reports]
         if any(digests):
             replicas.compare(digests, self._snapshot, transport)
-        before = max(each.holdings.exchanges for each in reports)
+        before = max(each.exchanges for each in reports)
         if owner.strategy.stateful and before:
             self._move_states(transport, reports)
         if len({each.start for each in reports}) > 1:
@@ -502,10 +537,10 @@ class _Exchange(Operation):
         axes = {number: each for part in parts for number, each in part.axes.items()}
         return Outcome(None, averages[:first], averages[first:], axes)
 
-    def _move_states(self, transport: Transport, reports: Sequence[_Report]) -> None:
+    def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
         owner = self._owner
-        holders = owner.find_holders([each.holdings for each in reports])
+        holders = owner.find_holders(reports)
         wanted: list[dict[int, Any]] = [{} for _ in reports]
         moves = False
         for process, each in enumerate(reports):
@@ -517,9 +552,8 @@ class _Exchange(Operation):
                 elif process == transport.rank and rank not in owner.played:
                     owner.states[rank].load_state_dict(owner.copies[rank])
         if moves:
-            for received in _exchange_objects(transport, wanted):
-                for rank, state in received.items():
-                    owner.states[rank].load_state_dict(state)
+            for rank, state in _merged(_exchange_objects(transport, wanted)).items():
+                owner.states[rank].load_state_dict(state)
 
     def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
         """Send what strategies remember to the next processes; return what others have sent."""
@@ -527,13 +561,44 @@ class _Exchange(Operation):
         own = {rank: self._owner.states[rank].state_dict() for rank in ranks.own}
         for distance in range(1, min(COPIES + 1, transport.size)):
             pieces[(transport.rank + distance) % transport.size] = own
-        received = _exchange_objects(transport, pieces)
-        return {rank: state for many in received for rank, state in many.items()}
+        return _merged(_exchange_objects(transport, pieces))
+
+
+class _Consolidation(Operation):
+    """The exchange of what strategies remember of all virtual ranks.
+
+    A process that has died cannot send it, but another that has a copy can.
+    """
+
+    def __init__(self, name: str, owner: VirtualExchange) -> None:
+        entries = ("the operation", "consolidation of virtual ranks"), ("their number", owner.size)
+        super().__init__(name, Signature(entries))
+        self._owner = owner
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
+        """Return the states of all virtual ranks that any process has."""
+        holders = self._owner.find_holders(_report(self._owner, transport))
+        own = [rank for rank, processes in holders.items() if processes[:1] == [transport.rank]]
+        sent = {rank: self._owner.state_of(rank) for rank in own}
+        return _merged(_exchange_objects(transport, [sent] * transport.size))
+
+
+def _report(
+    owner: VirtualExchange, transport: Transport, snapshot: Snapshot | None = None
+) -> list[Report]:
+    """Send this process's report, and return those of all; collective."""
+    own = owner.report(b"" if snapshot is None else snapshot.digest)
+    return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
+
+
+def _merged(states: Iterable[States]) -> States:
+    return {rank: state for each in states for rank, state in each.items()}
 
 
 def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]:
     """Send an object to each process, and return those received from each; collective."""
-    messages = [np.frombuffer(pickle.dumps(each), np.uint8) for each in objects]
+    pickled = {id(each): np.frombuffer(pickle.dumps(each), np.uint8) for each in objects}
+    messages = [pickled[id(each)] for each in objects]
     reports = transport.gather(pickle.dumps([message.size for message in messages]))
     received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
     transport.alltoall(messages, [as_bytes(each) for each in received])
@@ -552,7 +617,7 @@ def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
     )
 
 
-def _weights(reports: Sequence[_Report], size: int) -> list[float] | None:
+def _weights(reports: Sequence[Report], size: int) -> list[float] | None:
     """Return the factor of each virtual rank's gradients in the average; None: all are 1."""
     samples = {rank: part.samples for each in reports for rank, part in each.parts.items()}
     silent = sorted(rank for rank, n in samples.items() if n is None)

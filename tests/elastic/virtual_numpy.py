@@ -17,11 +17,9 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.engine import runtime
 from hvdlite.errors import GradientError
 from hvdlite.virtual import ranks as virtual_ranks
-from hvdlite.virtual.gradients import Part, VirtualExchange
-from hvdlite.virtual.state import VirtualState
+from hvdlite.virtual.gradients import VirtualExchange
 from hvdlite.world import parts
 
 VIRTUAL, SAVED, REFUSED = 4, 3, 2
@@ -31,26 +29,19 @@ os.environ["HVDLITE_FUSION_THRESHOLD"] = "1"  # a bucket for each parameter
 hvd.init(virtual_ranks=VIRTUAL)
 start = hvd.rank()
 weights = [np.ones(shape, np.float32) for shape in ((6, 7), (4, 8))]
-exchange = VirtualExchange(
-    runtime.engine(),
-    "gradients",
-    VIRTUAL,
-    [Parameter(str(n), each.shape, each.dtype) for n, each in enumerate(weights)],
-    Compression.PowerSGD(1),
-    Reduction(),
-)
-state = VirtualState(exchange)
+parameters = [Parameter(str(n), each.shape, each.dtype) for n, each in enumerate(weights)]
+exchange = VirtualExchange("gradients", Compression.PowerSGD(1), Reduction())
 
 
 def train(stop):
     while (step := virtual_ranks.step()) < stop:
-        exchange.follow(runtime.engine(), exchange.parameters)
+        exchange.follow(parameters)
         generator = np.random.default_rng([step, hvd.virtual_rank()])
         gradients = [each * generator.standard_normal(each.shape, np.float32) for each in weights]
         if step == REFUSED and hvd.virtual_rank() == VIRTUAL - 1:
             gradients[exchange.plan[-1][0]][0, 0] = np.nan
         try:
-            outcome = exchange.end_part(Part(gradients))
+            outcome = exchange.end_part(gradients)
         except GradientError:
             if step != REFUSED:
                 raise
@@ -63,14 +54,14 @@ def train(stop):
 
 if file.exists():
     saved, weights = pickle.loads(file.read_bytes())
-    state.load_state_dict(saved, hvd.Average, hvd.global_process_set)
+    exchange.load_state_dict(saved, hvd.Average, hvd.global_process_set)
 else:
     train(SAVED)
     if str(start) in dead:
         os.kill(os.getpid(), signal.SIGKILL)
-    state.consolidate(hvd.global_process_set)
+    exchange.consolidate(hvd.global_process_set)
     if hvd.rank() == 0:
-        file.write_bytes(pickle.dumps((state.state_dict(hvd.global_process_set), weights)))
+        file.write_bytes(pickle.dumps((exchange.state_dict(hvd.global_process_set), weights)))
 train(stop)
 digest = hashlib.sha256(b"".join(each.tobytes() for each in weights))
 print(start, digest.hexdigest(), flush=True)
