@@ -17,8 +17,7 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite.gradients.keras_exchange import Synchronizer, check_steps
-from hvdlite.gradients.keras_replica import kept_in_common
+from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
@@ -54,11 +53,16 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if distributed_part(optimizer) is not None:
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     scales_loss = hasattr(optimizer, "inner_optimizer")
-    check_steps(framework.Backend.owner, options, _accumulates(optimizer), scales_loss)
+    synchronizer = Synchronizer(
+        optimizer,
+        options,
+        framework.connect,
+        accumulates=_accumulates(optimizer),
+        scales_loss=scales_loss,
+    )
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     _install()
-    synchronizer = Synchronizer(optimizer, options, framework.Backend)
     return make_distributed(optimizer, DistributedKeras3, synchronizer, distribute)
 
 
@@ -161,10 +165,8 @@ class DistributedKeras3(Distributed):
             return {}
         return kept_in(vars(optimizer), index, len(indices), keras.Variable)
 
-    def _kept_in_common(self) -> list[Any]:
-        optimizer = _innermost(self)
-        mine = (each for v in optimizer._trainable_variables for each in self._kept_for(v).values())
-        return kept_in_common(self, mine)
+    def _kept(self) -> list[dict[str, Any]]:
+        return list(map(self._kept_for, _innermost(self)._trainable_variables))
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -313,13 +315,10 @@ def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
             original(self, grads, trainable_variables, **kwargs)
             return
-        synchronizer = inner._hvdlite
-        check_steps(framework.Backend.owner, synchronizer.options, False, scales_loss=True)
         batch_size = kwargs.pop("batch_size", None)
-        synchronizer.check_batch_size(batch_size, _accumulates(inner))
         variables = _variables_for(self, grads, trainable_variables)
-        reduced = synchronizer.reduce(list(grads), variables, batch_size)
-        with synchronizer.suspended(), framework.after(reduced):
+        exchange = inner._hvdlite.reduced(grads, variables, batch_size, _accumulates(inner))
+        with exchange as reduced, framework.after(reduced):
             original(self, reduced, variables, **kwargs)
 
     return apply

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 import tf_keras
 
-from hvdlite.gradients.keras_exchange import Synchronizer, check_steps
-from hvdlite.gradients.keras_replica import kept_in_common
+from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._optimizer import (
     Distributed,
@@ -31,7 +30,7 @@ from hvdlite.keras._optimizer import (
     with_recompilation,
     with_wrapping,
 )
-from hvdlite.keras._tensorflow import Backend, after
+from hvdlite.keras._tensorflow import after, connect
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.world import parts
@@ -57,11 +56,10 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     parts.current.refuse("legacy Keras", "use Keras 3")
-    check_steps(Backend.owner, options, accumulates=False, scales_loss=inner is not None)
-    _install()
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
-    synchronizer = Synchronizer(stepping, options, Backend)
+    synchronizer = Synchronizer(stepping, options, connect, scales_loss=inner is not None)
+    _install()
     make_distributed(stepping, DistributedLegacy, synchronizer, distribute)
     return optimizer
 
@@ -186,14 +184,12 @@ class DistributedLegacy(Distributed):
             return {}
         return kept_in(vars(self), index, len(indices), tf.Variable)
 
-    def _kept_in_common(self) -> list[Any]:
+    def _kept(self) -> Iterable[Mapping[str, Any]]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
-            kept = [slot for slots in self._slots.values() for slot in slots.values()]
-        else:
-            size = len(getattr(self, "_index_dict", {}))
-            lists = (kept_in(vars(self), n, size, tf.Variable) for n in range(size))
-            kept = [each for found in lists for each in found.values()]
-        return kept_in_common(self, kept)
+            slots: Iterable[Mapping[str, Any]] = self._slots.values()
+            return slots
+        size = len(getattr(self, "_index_dict", {}))
+        return [kept_in(vars(self), number, size, tf.Variable) for number in range(size)]
 
 
 class PassCounter:
@@ -319,16 +315,12 @@ def _with_reduction(original: Any) -> Any:
         inner = self.inner_optimizer
         if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
             return original(self, grads_and_vars, *args, **kwargs)
-        synchronizer = inner._hvdlite
-        options = synchronizer.options
-        check_steps(Backend.owner, options, accumulates=False, scales_loss=True)
+        synchronizer, pairs = inner._hvdlite, list(grads_and_vars)
         batch_size = kwargs.pop("batch_size", None)
-        synchronizer.check_batch_size(batch_size, options.passes > 1)
-        pairs = list(grads_and_vars)
-        if not synchronizer.are_reduced([gradient for gradient, _ in pairs], batch_size):
-            pairs = _paired(synchronizer.reduce, pairs, batch_size)
-        with synchronizer.suspended():
-            return original(self, pairs, *args, **kwargs)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        accumulates = synchronizer.options.passes > 1
+        with synchronizer.reduced(gradients, variables, batch_size, accumulates) as reduced:
+            return original(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
 
     return apply_gradients
 

@@ -22,7 +22,7 @@ from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
     Options,
-    check_exchange,
+    make_options,
 )
 
 
@@ -121,31 +121,23 @@ class KerasAdapter:
         if process_set is not global_process_set and not is_outside(process_set):
             runtime.engine(process_set)
         check_count("backward_passes_per_step", backward_passes_per_step)
-        reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
-        strategy, local, passes = check_exchange(
+        options = make_options(
             compression,
             schedule,
             self.conversion,
-            reduction,
+            Reduction(ReduceOp(op), gradient_predivide_factor),
             int(backward_passes_per_step),
             sparse_as_dense,
+            process_set=process_set,
+            model=model,
+            average_passes=average_aggregated_gradients,
+            scale_local=scale_local_gradients,
         )
-        if local is not None and passes > 1:
+        if options.schedule is not None and options.passes > 1:
             raise ValueError(
-                f"backward_passes_per_step={passes}, and with {local!r} a step is what Keras "
-                "applies; leave one of them out"
+                f"backward_passes_per_step={options.passes}, and with {options.schedule!r} a step "
+                "is what Keras applies; leave one of them out"
             )
-        options = Options(
-            strategy,
-            reduction,
-            sparse_as_dense,
-            passes,
-            process_set,
-            local,
-            model,
-            average_aggregated_gradients,
-            scale_local_gradients,
-        )
         return self.distribute(optimizer, options)
 
     def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -362,7 +354,9 @@ class Distributed:
         made = cls._original.from_config(config, *args, **kwargs)
         return made if distributed_part(made) is not None else cls._wrapping.apply(made)
 
-    _kept_for: Callable[[Any], dict[str, Any]]  # what it keeps for a variable, by name
+    # What the optimizer keeps for a weight, by name, and what it keeps for each of all weights.
+    _kept_for: Callable[[Any], dict[str, Any]]
+    _kept: Callable[[], Iterable[Mapping[Any, Any]]]
 
     def _moments_of(self, variable: Any) -> dict[str, Any]:
         kept = self._kept_for(variable)

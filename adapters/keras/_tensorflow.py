@@ -8,50 +8,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.compression import Parameter
 from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
-from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
+from hvdlite.tensorflow.variables import ReplicaChecks, read
 
-__all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_device", "unconverted"]
 
 
-class Backend:
-    """The exchange of TensorFlow's gradients and variables.
-
-    Attributes:
-        checks: The comparisons of variables across ranks.
-    """
-
-    owner = "keras.tensorflow"
-
-    def __init__(self, synchronizer: Synchronizer) -> None:
-        options = synchronizer.options
-        synchronizer.replica.read = lambda each: read(value_of(each)).numpy().item()
-        self.checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
-        allreduce = GradientAllreduce(
-            options.strategy,
-            options.reduction,
-            options.sparse_as_dense,
-            options.process_set,
-            LABEL,
-            synchronizer.state.state,
-            self.checks if options.replicates else None,
-            synchronizer.leaves_out,
-        )
-        self.reduce = unconverted(allreduce.reduce)
-        self.divide_by_size = allreduce.divide_by_size
-
-    def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
-        """Return whether all dense gradients are finite, a bool tensor."""
-        dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.dtype.is_floating]
-        return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
-
-    def describe(self, variables: Sequence[Any]) -> list[Parameter]:
-        """Return names, shapes and dtypes of variables."""
-        return list(parameters_of(variables))
+def connect(synchronizer: Synchronizer) -> GradientAllreduce:
+    """Return the exchange of an optimizer's gradients."""
+    synchronizer.replica.read = lambda each: read(value_of(each)).numpy().item()
+    return GradientAllreduce(
+        synchronizer.options,
+        LABEL,
+        synchronizer.state.state,
+        ReplicaChecks(synchronizer.replica, synchronizer.uncompared),
+        synchronizer.leaves_out,
+    )
 
 
 def after(gradients: Sequence[Gradient]) -> AbstractContextManager[None]:

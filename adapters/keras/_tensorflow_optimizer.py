@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,10 +12,9 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.keras_exchange import Synchronizer
-from hvdlite.gradients.keras_replica import kept_in_common
 from hvdlite.gradients.options import CompressionArgument, ExchangeSchedule, Options
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
-from hvdlite.keras._tensorflow import Backend
+from hvdlite.keras._tensorflow import connect
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted
 from hvdlite.world import parts
 
@@ -123,9 +123,8 @@ class _DistributedV1(Distributed):
         slots = {name: self.get_slot(variable, name) for name in names}  # type: ignore[attr-defined]
         return {name: slot for name, slot in slots.items() if slot is not None}
 
-    def _kept_in_common(self) -> list[Any]:
-        slots = self._slots.values()  # type: ignore[attr-defined]
-        return kept_in_common(self, (slot for named in slots for slot in named.values()))
+    def _kept(self) -> Iterable[Mapping[Any, Any]]:
+        return list(self._slots.values())  # type: ignore[attr-defined]
 
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
@@ -143,5 +142,5 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
         )
     parts.current.refuse(type(optimizer).__name__, "use an optimizer of Keras 3")
     # Its gradients are averaged long before it applies them.
-    synchronizer = Synchronizer(optimizer, options, Backend, leaves_out=False)
+    synchronizer = Synchronizer(optimizer, options, connect, leaves_out=False)
     return make_distributed(optimizer, _DistributedV1, synchronizer, _distribute_v1)

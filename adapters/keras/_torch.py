@@ -21,7 +21,7 @@ from hvdlite.gradients.replicas import ReplicaCheck, weight_label
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
-__all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_device", "unconverted"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -133,6 +133,9 @@ class Backend:
                 state=self._state,
             )
         return exchanges[parameters]
+
+
+connect = Backend
 
 
 def _find(variable: Any) -> Any:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,13 +27,14 @@ from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import check_weighted, checked_samples
+from hvdlite.gradients.options import Options
 from hvdlite.gradients.plan import describe_sources, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
-from hvdlite.tensorflow.tensors import engine, run, value_of
+from hvdlite.tensorflow.tensors import engine, run, unconverted, value_of
 from hvdlite.tensorflow.variables import GivenWeights, ReplicaChecks, parameters_of, read
 from hvdlite.world import world
 
@@ -47,30 +48,29 @@ _SMALL = 2**16
 
 @dataclass(frozen=True, eq=False)
 class GradientAllreduce:
-    """Reduces the gradients of any list of sources over all ranks.
+    """Reduces the gradients of any list of sources over all ranks; a `Backend` of Keras.
 
     Dense gradients travel in buckets. ``tf.IndexedSlices`` are gathered, unless they are to be
     exchanged as dense gradients. A source without a gradient counts as zeros if another rank has
     a dense gradient for it.
 
     Attributes:
-        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to dense gradients.
         label: The name of the exchanges in messages.
         state: The state of the compression for all sources; None: one for each list of variables.
-        checks: Compare the sources across ranks; None: they may differ.
+        checks: Compare the sources across ranks, unless these may differ.
         leaves_out: Whether the caller, with ``HVDLITE_NOT_FINITE=skip``, leaves out steps whose
             averages are not finite; otherwise they are an error then.
+        owner: Keras here, as of `hvdlite.gradients.options.gradient_path`.
     """
 
-    strategy: Strategy
-    reduction: Reduction
-    sparse_as_dense: bool
-    process_set: ProcessSet
+    options: Options
     label: str
     state: StrategyState | None = None
     checks: ReplicaChecks | None = None
     leaves_out: bool = False
+    owner: ClassVar[str] = "keras.tensorflow"
 
+    @unconverted
     def reduce(
         self, gradients: Sequence[Gradient], sources: Sequence[Any], samples: Any = None
     ) -> list[Gradient]:
@@ -84,16 +84,17 @@ class GradientAllreduce:
                 all ranks count the same.
 
         """
-        engine(self.process_set)
-        weight = [] if samples is None else [_samples(samples, self.reduction)]
-        if self.sparse_as_dense:
+        options, process_set = self.options, self.options.process_set
+        settings = engine(process_set).settings
+        weight = [] if samples is None else [_samples(samples, options.reduction)]
+        if options.sparse_as_dense:
             gradients = densified(gradients)
         slices = {
             position: gradient
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        if slices and self.reduction.op is ReduceOp.ADASUM:
+        if slices and options.reduction.op is ReduceOp.ADASUM:
             raise NotImplementedError(
                 "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
@@ -101,16 +102,16 @@ class GradientAllreduce:
             raise NotImplementedError(
                 "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
-        state = self.state if self.strategy.stateful else None
-        if self.strategy.stateful and state is None:
+        state = self.state if options.strategy.stateful else None
+        if options.strategy.stateful and state is None:
             state = exchange_state(sources).state
         spec = ExchangeSpec(
-            numbered(self.label, self.process_set),
+            numbered(self.label, process_set),
             parameters_of(sources),
             frozenset(slices),
-            self.strategy,
-            self.reduction,
-            self.process_set,
+            options.strategy,
+            options.reduction,
+            process_set,
             state,
         )
         dense = {
@@ -118,20 +119,21 @@ class GradientAllreduce:
             for number, position in enumerate(spec.dense)
             if (gradient := gradients[position]) is not None
         }
-        check = None
-        if self.checks is not None:
-            check = self.checks.of(sources, self.process_set, spec.label)
+        checks = self.checks if options.replicates else None
+        check = None if checks is None else checks.of(sources, process_set, spec.label)
         reduced: list[Gradient] = [None] * len(gradients)
         earlier: list[tf.Tensor] = []
         given = None
-        if self.checks is not None and check is not None and not tf.executing_eagerly():
-            given = self.checks.given(sources, self.process_set, spec.label)
-            earlier = [] if given else _updates_before(check, self.checks, sources)
+        if checks is not None and check is not None and not tf.executing_eagerly():
+            given = checks.given(sources, process_set, spec.label)
+            earlier = [] if given else _updates_before(check, checks, sources)
+        plan = plan_for(spec.in_buckets, spec.strategy, settings)
+        leaves_out = self.leaves_out and settings.not_finite == "skip"
+        calls = _Calls(spec, plan, check, given, leaves_out)
         with in_order(), tf.control_dependencies(earlier):
             inner = [] if given is None else map(value_of, sources)
             weights = [tf.convert_to_tensor(v) for v in inner if isinstance(v, tf.Variable)]
-            exchange = _BucketExchange(spec, dense, weight, check, self.leaves_out, given, weights)
-            for number, gradient in exchange.run().items():
+            for number, gradient in _BucketExchange(calls, dense, weight, weights).run().items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
@@ -147,7 +149,16 @@ class GradientAllreduce:
         if isinstance(gradient, tf.IndexedSlices):
             values = self.divide_by_size(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(set_size(self.process_set), gradient.dtype)
+        return gradient / tf.cast(set_size(self.options.process_set), gradient.dtype)
+
+    def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """Return whether all dense gradients are finite, a bool tensor."""
+        dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.dtype.is_floating]
+        return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
+
+    def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
+        """Return names, shapes and dtypes of variables."""
+        return parameters_of(variables)
 
 
 # For each graph, the comparisons that it makes.
@@ -271,31 +282,100 @@ _exchanges: WeakKeyDictionary[Engine, OrderedDict[ExchangeSpec, GradientBuckets]
 )
 
 
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """The Python functions of an exchange. A graph keeps them, so they have none of its tensors.
+
+    Attributes:
+        plan: The buckets at the time when the graph is made.
+        given: Keeps the weights that a graph for a session gives; None: they are read.
+        leaves_out: As for `GradientBuckets.finish_bucket`.
+    """
+
+    spec: ExchangeSpec
+    plan: list[list[int]]
+    check: ReplicaCheck | None
+    given: GivenWeights | None
+    leaves_out: bool
+
+    def compare(self, *weights: Any) -> list[Any]:
+        """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
+        if self.given is not None:
+            self.given.keep(weights)
+        self.spec.connect().compare(self.check)
+        return []
+
+    def start(self, index: int, numbers: Sequence[int], *arrays: Any) -> list[Any]:
+        """Start the exchange of a bucket.
+
+        Args:
+            numbers: Those of the gradients.
+            arrays: Gradients; for the first bucket weights, if they are given; and a number of
+                samples, if there is one.
+        """
+        exchange = self.spec.connect()  # in the world in which the graph runs
+        if exchange.plan != self.plan:
+            raise HorovodInternalError(
+                f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
+                "HVDLITE_FIRST_BUCKET_SIZE) have changed since a tf.function was traced; make the "
+                "function anew after init()"
+            )
+        gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
+        rest: Sequence[Any] = arrays[len(numbers) :]
+        if self.given is not None and index == 0:
+            rest = self.given.keep(rest)
+        samples = checked_samples(rest[0]) if rest else None
+        exchange.start_bucket(index, gradients, samples, self.check)
+        return []
+
+    def finish(self, runs: Sequence[Sequence[int]], foreign: list[int] | None) -> list[Any]:
+        """Wait for all buckets, and return the averages.
+
+        Args:
+            runs: The numbers of the gradients that are wanted; neighbours are returned flat.
+            foreign: Gets the gradients that only other ranks have, which then come last; None: they
+                are refused, because a graph's structure is fixed.
+        """
+        exchange = self.spec.connect()
+        here = {number for numbers in runs for number in numbers}
+        try:
+            for index, members in enumerate(self.plan):
+                presence = exchange.finish_bucket(index, self.leaves_out)
+                if foreign is None:
+                    _check_presence(exchange, members, presence)
+                else:
+                    anywhere = zip(members, presence.any(axis=0), strict=True)
+                    foreign.extend(number for number, has in anywhere if has and number not in here)
+            exchange.count_step()
+        finally:
+            if self.given is not None:
+                self.given.keep([])  # the ranks have compared them
+        return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
+
+
 class _BucketExchange:
-    """The exchange of dense gradients: now, or by operations of a graph."""
+    """The exchange of dense gradients: now, or by operations of a graph.
+
+    Args:
+        weight: The number of samples, if there is one.
+        weights: What the graph gives to the comparison.
+    """
 
     def __init__(
         self,
-        spec: ExchangeSpec,
+        calls: _Calls,
         gradients: Mapping[int, tf.Tensor],
         weight: Sequence[tf.Tensor],
-        check: ReplicaCheck | None,
-        leaves_out: bool,
-        given: GivenWeights | None,
         weights: Sequence[tf.Tensor],
     ) -> None:
-        self._spec = spec
+        self._calls = calls
+        self._spec = calls.spec
         self._gradients = gradients
         self._weight = weight
-        self._check = check
+        self._weights = weights
         self._eager = tf.executing_eagerly()
-        settings = engine(spec.process_set).settings
-        self._leaves_out = leaves_out and settings.not_finite == "skip"
-        self._plan = plan_for(spec.in_buckets, spec.strategy, settings)
-        self._runs = [list(self._runs_of(members)) for members in self._plan]
+        self._runs = [list(self._runs_of(members)) for members in calls.plan]
         self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
-        self._given = given
-        self._weights = weights  # which the graph gives to the comparison
 
     def _runs_of(self, members: Sequence[int]) -> Iterator[list[int]]:
         """Yield the gradients of a bucket that are here: small neighbours together, in graphs."""
@@ -315,10 +395,8 @@ class _BucketExchange:
 
     def run(self) -> dict[int, tf.Tensor]:
         """Return the reduced gradients, in eager mode also those that only other ranks have."""
-        if not self._plan:
-            spec, check, given = self._spec, self._check, self._given
-            compare = partial(_compare, spec, check, given)
-            run(compare, self._weights, [], spec.process_set)
+        if not self._runs:
+            run(self._calls.compare, self._weights, [], self._spec.process_set)
         here = [number for runs in self._runs for numbers in runs for number in numbers]
         own = [self._gradients[number] for number in here]
         results = self._differentiable(own) if own else self._exchange(own)
@@ -352,13 +430,11 @@ class _BucketExchange:
     @uninterrupted  # a step is sent whole, or not at all
     def _start(self, own: Sequence[tf.Tensor]) -> None:
         tensors = iter(own)
-        spec, plan, check = self._spec, self._plan, self._check
         for index, runs in enumerate(self._runs):
             joined = [_concatenate([next(tensors) for _ in numbers]) for numbers in runs]
-            first = [numbers[0] for numbers in runs]
             weights = [] if index else self._weights
-            start = _starter(spec, plan, index, first, check, None if index else self._given)
-            run(start, [*joined, *weights, *self._weight], [], spec.process_set)
+            start = partial(self._calls.start, index, [numbers[0] for numbers in runs])
+            run(start, [*joined, *weights, *self._weight], [], self._spec.process_set)
 
     def _finish(self) -> list[tf.Tensor]:
         parameters = self._spec.in_buckets
@@ -369,98 +445,12 @@ class _BucketExchange:
             tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
             for each, numbers in zip(shapes, runs, strict=True)
         ]
-        finish = _finisher(self._spec, self._plan, runs, foreign, self._leaves_out, self._given)
+        finish = partial(self._calls.finish, runs, foreign)
         found = run(finish, [], specs, self._spec.process_set)
         results = []
         for tensor, each in zip(found, shapes, strict=False):
             results += _split(tensor, each)
         return [*results, *found[len(runs) :]]
-
-
-# The graph keeps the functions that follow, so they refer to none of its tensors.
-
-
-def _starter(
-    spec: ExchangeSpec,
-    plan: list[list[int]],
-    index: int,
-    numbers: Sequence[int],
-    check: ReplicaCheck | None,
-    given: GivenWeights | None,
-) -> Callable[..., list[Any]]:
-    """Return a function that starts the exchange of a bucket.
-
-    It takes gradients, then weights, if they are given, then a number of samples, if there is one.
-    """
-
-    def start(*arrays: Any) -> list[Any]:
-        exchange = spec.connect()  # in the world in which the graph runs
-        if exchange.plan != plan:
-            raise HorovodInternalError(
-                f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
-                "HVDLITE_FIRST_BUCKET_SIZE) have changed since a tf.function was traced; make the "
-                "function anew after init()"
-            )
-        gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
-        weight: Sequence[Any] = arrays[len(numbers) :]
-        if given is not None:
-            weight = given.keep(weight)
-        samples = checked_samples(weight[0]) if weight else None
-        exchange.start_bucket(index, gradients, samples, check)
-        return []
-
-    return start
-
-
-def _finisher(
-    spec: ExchangeSpec,
-    plan: list[list[int]],
-    runs: Sequence[Sequence[int]],
-    foreign: list[int] | None,
-    leaves_out: bool,
-    given: GivenWeights | None,
-) -> Callable[[], list[Any]]:
-    """Return a function that waits for all buckets and returns the averages.
-
-    Args:
-        runs: The numbers of the gradients that are wanted; neighbours are returned flat.
-        foreign: Gets the gradients that only other ranks have, which then come last; None: they
-            are refused, because a graph's structure is fixed.
-        leaves_out: As for `GradientBuckets.finish_bucket`.
-        given: Weights to be released when the ranks have compared them.
-    """
-
-    def finish() -> list[Any]:
-        try:
-            return wait()
-        finally:
-            if given is not None:
-                given.keep([])
-
-    def wait() -> list[Any]:
-        exchange = spec.connect()
-        here = {number for numbers in runs for number in numbers}
-        for index, members in enumerate(plan):
-            presence = exchange.finish_bucket(index, leaves_out)
-            if foreign is None:
-                _check_presence(exchange, members, presence)
-            else:
-                anywhere = zip(members, presence.any(axis=0), strict=True)
-                foreign.extend(number for number, has in anywhere if has and number not in here)
-        exchange.count_step()
-        return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
-
-    return finish
-
-
-def _compare(
-    spec: ExchangeSpec, check: ReplicaCheck | None, given: GivenWeights | None, *weights: Any
-) -> list[Any]:
-    """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
-    if given is not None:
-        given.keep(weights)
-    spec.connect().compare(check)
-    return []
 
 
 def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence: Any) -> None:

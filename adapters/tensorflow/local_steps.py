@@ -180,11 +180,11 @@ class TapeSteps:
     """
 
     def __init__(self, options: Options, label: str) -> None:
-        self._schedule = cast(LocalSchedule, options.schedule)
-        if self._schedule.momentum:
+        schedule = cast(LocalSchedule, options.schedule)
+        if schedule.momentum:
             raise ValueError(
-                f"{self._schedule!r} averages what an optimizer keeps, which a tape does not know; "
-                "use hvd.DistributedOptimizer, or leave out momentum"
+                f"{schedule!r} averages what an optimizer keeps, which a tape does not know; use "
+                "hvd.DistributedOptimizer, or leave out momentum"
             )
         self._options = options
         self._label = label
@@ -212,15 +212,15 @@ class TapeSteps:
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of some variables so far, dropped with the first of the variables."""
         o = self._options
-        options = self._schedule, o.strategy, o.reduction, self._label, o.process_set
 
         def make() -> LocalSteps:
-            steps = LocalSteps(*options)
+            steps = LocalSteps(o, self._label)
             steps.add(parameters_of(variables))
             exchange_state(variables).follow(steps)
             return steps
 
-        return _steps.of([value_of(variable) for variable in variables], make, *options)
+        same = o.schedule, o.strategy, o.reduction, self._label, o.process_set
+        return _steps.of([value_of(variable) for variable in variables], make, *same)
 
 
 _steps: WeakVariablesDict[LocalSteps] = WeakVariablesDict()

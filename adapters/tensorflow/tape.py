@@ -15,9 +15,8 @@ from hvdlite.gradients.keras_exchange import LocalVariables
 from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
-    Options,
-    check_exchange,
     gradient_path,
+    make_options,
 )
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted
@@ -122,27 +121,22 @@ class DistributedGradientTape(tf.GradientTape):
         check_groups(num_groups, groups)
         self._inner = gradtape
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
-        strategy, chosen, passes = check_exchange(
-            compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
+        options = make_options(
+            compression,
+            schedule,
+            CONVERSION,
+            reduction,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
         )
-        if passes > 1:
+        if options.passes > 1:
             raise ValueError(
                 f"{schedule!r} is for optimizers: a tape cannot keep its gradients from being "
                 "applied; add up gradients of several tapes yourself, or use "
                 "hvd.DistributedOptimizer"
             )
-        options = Options(
-            strategy, reduction, sparse_as_dense, process_set=process_set, schedule=chosen
-        )
-        self._allreduce = GradientAllreduce(
-            strategy,
-            reduction,
-            sparse_as_dense,
-            process_set,
-            _LABEL,
-            checks=_checks if options.replicates else None,
-        )
-        steps = gradient_path("tape", chosen)
+        self._allreduce = GradientAllreduce(options, _LABEL, checks=_checks)
+        steps = gradient_path("tape", options.schedule)
         self._steps: Any = None if steps is None else steps(options, _LABEL)
         self._process_set = process_set
         self._local = LocalVariables(scale_local_gradients)

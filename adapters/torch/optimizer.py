@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from hvdlite.gradients import options
 from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
-    Options,
-    check_exchange,
     gradient_path,
+    make_options,
 )
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import Distributed, Wrapped
@@ -127,13 +127,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     check_count("backward_passes_per_step", backward_passes_per_step)
     passes = int(backward_passes_per_step)
-    strategy, chosen, passes = check_exchange(
-        compression, schedule, CONVERSION, reduction, passes, sparse_as_dense
+    made = make_options(
+        compression,
+        schedule,
+        CONVERSION,
+        reduction,
+        passes,
+        sparse_as_dense,
+        process_set=process_set,
+        model=model,
     )
     if reduction.op is ReduceOp.ADASUM:
-        chosen = options.adasum()
-    made = Options(strategy, reduction, sparse_as_dense, passes, process_set, chosen, model)
-    kind = gradient_path("torch", chosen) or Distributed
+        made = replace(made, schedule=options.adasum())
+    kind = gradient_path("torch", made.schedule) or Distributed
     return kind.wrap(optimizer, names, made)
 
 

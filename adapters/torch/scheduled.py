@@ -12,10 +12,8 @@ import torch
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.gradients.options import Options
 from hvdlite.schedule.local_steps import LocalSteps, Moment, check_unweighted
-from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import remove_hooks
-from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import properties_of, to_array, to_tensor
 from hvdlite.torch.wrapping import Distributed
 
@@ -24,16 +22,48 @@ from hvdlite.torch.wrapping import Distributed
 class Scheduled(Distributed):
     """The methods of an optimizer with a schedule of local steps, or with Adasum."""
 
-    _schedule: OptimizerSchedule
+    _local_steps: LocalSteps
+    _local_weights: TensorWeights  # of the parameters that are attached, for `_local_steps`
+    _scheduled: list[torch.Tensor]
+    _scheduled_ids: set[int]
+    _scheduled_properties: Any  # of those attached, when they were compared last
 
     def _begin(self, options: Options, label: str) -> None:
-        schedule = cast(LocalSchedule, options.schedule)
-        steps = LocalSteps(
-            schedule, options.strategy, options.reduction, label, options.process_set
+        self._local_steps = self._exchange_state.steps = LocalSteps(options, label)
+        self._scheduled, self._scheduled_ids = [], set()
+        optimizer = cast(torch.optim.Optimizer, self)
+        self._local_weights = TensorWeights(
+            self._scheduled, lambda number: optimizer.state.get(self._scheduled[number], {})
         )
-        self._exchange_state.steps = steps
-        self._schedule = OptimizerSchedule(cast(Any, self), steps, self._reducer)
-        self._schedule.attach(self._trainable())
+        self._scheduled_properties = properties_of(self._scheduled)
+        self._attach_weights()
+
+    def _attach_weights(self) -> None:
+        """Attach the parameters that are not attached yet; the same ones on all ranks."""
+        if properties_of(self._scheduled) != self._scheduled_properties:
+            self._local_steps.convert(self._reducer.describe_weights(self._scheduled))
+        parameters = self._trainable()
+        fresh = [each for each in parameters if id(each) not in self._scheduled_ids]
+        if fresh:
+            fresh = self._reducer.in_order(fresh)
+            if self._local_steps.is_local:
+                remove_hooks(fresh)
+            self._scheduled += fresh
+            self._scheduled_ids.update(map(id, fresh))
+            self._local_steps.add(self._reducer.describe_weights(fresh))
+        self._scheduled_properties = properties_of(self._scheduled)
+        self._attach_reducer(parameters)
+
+    def _attach_reducer(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Attach the reducer to the gradients, or detach it, as the next step needs it."""
+        if self._local_steps.is_local:
+            self._reducer.detach()
+        else:
+            self._reducer.attach(self._scheduled if parameters is None else parameters)
+
+    @property
+    def _is_adasum(self) -> bool:
+        return self._reducer.op is ReduceOp.ADASUM
 
     def synchronize(self, batch_size: int | None = None) -> None:
         """Exchange the gradients, unless the step is local: then they stay this rank's own.
@@ -42,11 +72,11 @@ class Scheduled(Distributed):
             ValueError: ``batch_size`` is given.
         """
         check_unweighted(batch_size)
-        if not self._schedule.steps.is_local:
+        if not self._local_steps.is_local:
             super().synchronize()
 
     def _combine_loss(self, loss: Any) -> Any:
-        if self._schedule.steps.is_local:
+        if self._local_steps.is_local:
             return loss
         return super()._combine_loss(loss)
 
@@ -57,12 +87,12 @@ class Scheduled(Distributed):
         Raises:
             RuntimeError: with op=hvd.Adasum, where it is the step that is exchanged.
         """
-        if self._schedule.is_adasum:
+        if self._is_adasum:
             raise RuntimeError(
                 "with op=hvd.Adasum it is the step itself that is exchanged, which cannot be "
                 "skipped; clip or unscale the gradients after backward(), and call step() alone"
             )
-        if self._schedule.steps.is_local:
+        if self._local_steps.is_local:
             yield
             return
         with super().skip_synchronize():
@@ -77,95 +107,46 @@ class Scheduled(Distributed):
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        self._schedule.attach(self._trainable())
-        self._schedule.steps.average(self._schedule.weights)
+        self._attach_weights()
+        self._local_steps.average(self._local_weights)
 
     def _load(self, state_dict: Mapping[str, Any], is_own: bool) -> None:
         super()._load(state_dict, is_own)
-        self._schedule.attach_reducer()
+        self._attach_reducer()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_unweighted(kwargs.pop("batch_size", None))
-        self._schedule.attach(self._trainable())
-        self._schedule.steps.begin(self._schedule.weights)
+        self._attach_weights()
+        self._local_steps.begin(self._local_weights)
         return super()._before_step(args, kwargs)
 
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         super()._after_step()
-        self._schedule.end()
+        if not self._local_steps.in_step:
+            return  # a step that calls its parent's comes here twice
+        try:
+            self._local_steps.end(self._local_weights)
+        finally:
+            self._attach_reducer()
 
     def _restart(self) -> None:
         super()._restart()
-        self._schedule.steps.restart()
+        self._local_steps.restart()
 
     def _prepare_unscaling(self, enabled: bool) -> None:
         if enabled:
             self._prepare_scaled_step(None)
 
     def _prepare_scaled_step(self, batch_size: int | None) -> NoReturn:
-        own = self._schedule
-        name = "op=hvd.Adasum" if own.is_adasum else f"schedule=hvd.{own.steps.schedule!r}"
+        name = (
+            "op=hvd.Adasum" if self._is_adasum else f"schedule=hvd.{self._local_steps.schedule!r}"
+        )
         raise RuntimeError(
             "GradScaler leaves out the step of a rank whose gradients overflow, and with "
             f"{name} the others would wait for it; use torch.autocast with "
             "bfloat16, which needs no GradScaler, or exchange gradients in every step by "
             "op=hvd.Average"
         )
-
-
-class OptimizerSchedule:
-    """The local steps of an optimizer, and the weights that they are about.
-
-    Attributes:
-        weights: of the parameters attached, for ``steps``.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, steps: LocalSteps, reducer: Reducer
-    ) -> None:
-        self.steps = steps
-        self.is_adasum = reducer.op is ReduceOp.ADASUM
-        self._optimizer = optimizer
-        self._reducer = reducer
-        self._parameters: list[torch.Tensor] = []
-        self.weights = TensorWeights(self._parameters, self._moments)
-        self._attached: set[int] = set()  # by id; the list keeps them alive
-        self._properties = properties_of(self._parameters)
-
-    def attach(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Attach these parameters, too, if they are not yet; the same ones on all ranks."""
-        if properties_of(self._parameters) != self._properties:
-            self.steps.convert(self._reducer.describe_weights(self._parameters))
-        fresh = [each for each in parameters if id(each) not in self._attached]
-        if fresh:
-            fresh = self._reducer.in_order(fresh)
-            if self.steps.is_local:
-                remove_hooks(fresh)
-            self._parameters += fresh
-            self._attached.update(map(id, fresh))
-            self.steps.add(self._reducer.describe_weights(fresh))
-        self._properties = properties_of(self._parameters)
-        self.attach_reducer(parameters)
-
-    def attach_reducer(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Attach the reducer to the gradients, or detach it, as the next step needs it."""
-        if self.steps.is_local:
-            self._reducer.detach()
-        else:
-            self._reducer.attach(self._parameters if parameters is None else parameters)
-
-    def end(self) -> None:
-        """Count a step, and exchange weights if that is due."""
-        if not self.steps.in_step:
-            return  # a step that calls its parent's comes here twice
-        try:
-            self.steps.end(self.weights)
-        finally:
-            self.attach_reducer()
-
-    def _moments(self, number: int) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._optimizer.state.get(self._parameters[number], {})
-        return state
 
 
 class TensorWeights:

@@ -22,6 +22,7 @@ from hvdlite.compression import Parameter
 from hvdlite.engine import Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.options import Options
+from hvdlite.gradients.replicas import describe_optimizer
 from hvdlite.recipe.seeding import last_seed, seed_part
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import describe, in_order
@@ -153,12 +154,9 @@ class VirtualReducer:
     def _check_constants(self) -> None:
         """Require what all parts of a step have to begin with: options, weights, schedules."""
         optimizer = self._find_optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        constants = {
-            (f"the optimizer's {name}" + (f" in group {n}" if len(groups) > 1 else ""), n): value
-            for n, group in enumerate(groups)
-            for name, value in _plain(group).items()
-        }
+        assert optimizer is not None  # it calls this
+        kind, groups = type(optimizer).__name__, map(_without_tensors, optimizer.param_groups)
+        constants = {(name, 0): value for name, value in describe_optimizer(kind, *groups)}
         for each in self._schedulers:
             constants[f"the number of steps of {type(each).__name__}", id(each)] = each.last_epoch
         for parameter in self._parameters:
@@ -464,17 +462,11 @@ def _before(before: _Buffer | None, now: _Buffer) -> Any:
     return np.zeros_like(now.value)
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that can be compared, with numbers in place of tensors."""
-    values = {
+def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, with numbers in place of tensors of one element."""
+    return {
         name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in group.items()
-        if name != "params"
-    }
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, bool | int | float | str | tuple | None)
     }
 
 

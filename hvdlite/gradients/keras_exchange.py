@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
 from hvdlite.base.reduction import ReduceOp
@@ -22,8 +22,14 @@ LABEL = "DistributedOptimizer of Keras"
 """The same for all optimizers, so that ranks with different variables meet and report it."""
 
 
-class GradientReduction(Protocol):
-    """The reduction of a framework's gradients."""
+class Backend(Protocol):
+    """The exchange of gradients of the framework that Keras runs on.
+
+    Attributes:
+        owner: Keras on this framework, as of `hvdlite.gradients.options.gradient_path`.
+    """
+
+    owner: ClassVar[str]
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
@@ -33,17 +39,7 @@ class GradientReduction(Protocol):
     def divide_by_size(self, gradient: Any) -> Any:
         """Return a gradient, or None, divided by the number of ranks."""
 
-
-class Backend(GradientReduction, Protocol):
-    """The framework that Keras runs on, as the exchange needs it.
-
-    Attributes:
-        owner: Keras on this framework, as of `hvdlite.gradients.options.gradient_path`.
-    """
-
-    owner: str
-
-    def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
+    def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         """Return names, shapes and dtypes of variables."""
 
     def are_finite(self, gradients: Sequence[Any]) -> Any:
@@ -97,13 +93,6 @@ class GradientPath(Protocol):
         """
 
 
-def check_steps(owner: str, options: Options, accumulates: bool, scales_loss: bool) -> None:
-    """Call ``check`` of the optimizer's gradient path, if it has one of its own."""
-    path = gradient_path(owner, options.schedule)
-    if path is not None:
-        path.check(options, accumulates, scales_loss)
-
-
 class LocalVariables:
     """Variables whose gradients stay on their rank.
 
@@ -136,15 +125,15 @@ class LocalVariables:
         gradients: Sequence[Any],
         variables: Sequence[Any],
         batch_size: Any,
-        reduction: GradientReduction,
+        backend: Backend,
     ) -> list[Any]:
         """Return the gradients reduced over all ranks, except those of local variables."""
         result, shared = list(gradients), self.others(variables)
         if self._scale:
             for number in {*range(len(result))}.difference(shared):
                 check_not_local(batch_size)
-                result[number] = reduction.divide_by_size(result[number])
-        reduced = reduction.reduce(
+                result[number] = backend.divide_by_size(result[number])
+        reduced = backend.reduce(
             [result[number] for number in shared],
             [variables[number] for number in shared],
             batch_size,
@@ -160,6 +149,7 @@ class Synchronizer:
     Args:
         optimizer: The optimizer; only a weak reference is kept.
         leaves_out: Whether the optimizer can leave out a step.
+        accumulates, scales_loss: As of `GradientPath.check`.
 
     Attributes:
         leaves_out: Whether it does so if averages are not finite and HVDLITE_NOT_FINITE=skip.
@@ -181,6 +171,8 @@ class Synchronizer:
         options: Options,
         backend: Callable[[Synchronizer], Backend],
         leaves_out: bool = True,
+        accumulates: bool = False,
+        scales_loss: bool = False,
     ) -> None:
         self.options = options
         # In local steps a rank's own gradients count, and ranks would differ.
@@ -197,15 +189,38 @@ class Synchronizer:
         self._early: list[Any] = []
         self.local = LocalVariables(options.scale_local)
         self._backend = backend(self)
+        self.path: GradientPath | None = None
         path = gradient_path(self._backend.owner, options.schedule)
-        self.path: GradientPath | None = None if path is None else path(self, self._backend)
-        if self.path is not None:
+        if path is not None:
+            path.check(options, accumulates, scales_loss)
+            self.path = path(self, self._backend)
             self.state = self.path.state
 
     def load_state(self, saved: Mapping[str, Any], is_own: bool = False) -> None:
         """Load a state, which this process may have saved under another number (``is_own``)."""
         options = self.options
         self.state.load_state_dict(saved, options.reduction.op, options.process_set, is_own)
+
+    @contextmanager
+    def reduced(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        batch_size: Any,
+        accumulates: bool,
+    ) -> Iterator[list[Any]]:
+        """Reduce gradients for an optimizer around this one, which scales the loss.
+
+        It looks for overflows in what it gets and applies that, within the context.
+        """
+        if self.path is not None:
+            self.path.check(self.options, accumulates=False, scales_loss=True)
+        self.check_batch_size(batch_size, accumulates)
+        found = list(gradients)
+        if not self.are_reduced(found, batch_size):
+            found = self.reduce(found, variables, batch_size)
+        with self.suspended():
+            yield found
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -79,7 +79,12 @@ class OptimizerReplica:
             for key, kept in optimizer._kept_for(weight).items()
             if "accumulated" not in key  # this rank's own gradients
         ]
-        common = optimizer._kept_in_common()
+        others = {id(each) for kept in optimizer._kept() for each in kept.values()}
+        common = [
+            each
+            for each in variables_of(optimizer)
+            if id(each) not in others and "learning_rate" not in each.name  # which is an option
+        ]
         names = unique(_short_name(optimizer, variable) for variable in common)
         pairs = zip(names, common, strict=True)
         return [*found, *((state_label(name), kept) for name, kept in pairs)]
@@ -99,16 +104,6 @@ def unique(names: Iterable[str]) -> list[str]:
         result.append(f"{name}#{seen[name]}" if seen[name] else name)
         seen[name] += 1
     return result
-
-
-def kept_in_common(optimizer: Any, kept: Iterable[Any]) -> list[Any]:
-    """Return the variables of an optimizer that belong to no weight; the rate is an option."""
-    others = set(map(id, kept))
-    return [
-        each
-        for each in variables_of(optimizer)
-        if id(each) not in others and "learning_rate" not in each.name
-    ]
 
 
 def _short_name(optimizer: Any, variable: Any) -> str:

@@ -97,7 +97,7 @@ def gradient_path(owner: str, schedule: ExchangeSchedule | None) -> Any:
         owner: ``"torch"``: of an optimizer, a class derived from `Distributed` of its adapter;
             ``"keras.tensorflow"``, ``"keras.torch"``: of an optimizer of Keras, a `GradientPath`;
             ``"tape"``: of a tape.
-        schedule: from `check_exchange`.
+        schedule: from `make_options`.
 
     Returns:
         The class for virtual ranks, else the one for the schedule; None: there are neither.
@@ -106,24 +106,22 @@ def gradient_path(owner: str, schedule: ExchangeSchedule | None) -> Any:
     return schedule.gradient_path(owner) if path is None and schedule is not None else path
 
 
-def check_exchange(
+def make_options(
     compression: CompressionArgument,
     schedule: Any,
     conversion: Conversion,
     reduction: Reduction,
     passes: int = 1,
     sparse_as_dense: bool = False,
-) -> tuple[Strategy, ExchangeSchedule | None, int]:
+    **more: Any,
+) -> Options:
     """Check the arguments that say what an optimizer or a tape exchanges and when.
 
     Args:
         compression: a strategy, a user's class, a preset or the name of one.
         schedule: one of ``hvd.Schedule``; None: gradients, in every step.
         conversion: of the tensors that a user's class gets.
-
-    Returns:
-        The strategy; the schedule if it has gradient paths of its own, else None; and the backward
-        passes.
+        more: other options.
 
     Raises:
         TypeError: an argument is of another type.
@@ -147,11 +145,11 @@ def check_exchange(
         preset, schedule = preset.compression, preset.schedule or schedule
     strategy = check_strategy(preset, conversion)
     check_op(strategy, reduction.op)
-    if schedule is None:
-        return strategy, None, passes
-    if not isinstance(schedule, ExchangeSchedule):
+    if schedule is not None and not isinstance(schedule, ExchangeSchedule):
         raise TypeError(
             f"schedule={schedule!r} is no schedule; use one of hvd.Schedule, such as "
             "hvd.Schedule.LocalSGD(every=8)"
         )
-    return strategy, *schedule.check(strategy, reduction, passes, sparse_as_dense)
+    if schedule is not None:
+        schedule, passes = schedule.check(strategy, reduction, passes, sparse_as_dense)
+    return Options(strategy, reduction, sparse_as_dense, passes, schedule=schedule, **more)

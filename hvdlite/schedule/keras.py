@@ -76,14 +76,11 @@ class KerasSteps(GradientPath):
 
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of these variables; new variables take over the state of old ones."""
-        options = self._options
         earlier: LocalSteps | None = self.state.steps
         parameters = list(self._backend.describe(variables))
         if earlier is not None and earlier.parameters == parameters:
             return earlier
-        steps = LocalSteps(
-            self._schedule, options.strategy, options.reduction, LABEL, options.process_set
-        )
+        steps = LocalSteps(self._options, LABEL)
         steps.add(parameters)
         if earlier is not None:
             names = {parameter.name for parameter in parameters}

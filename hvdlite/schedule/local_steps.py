@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +17,10 @@ from hvdlite.base.reduction import check
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
-from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
 from hvdlite.gradients import strategy_state
 from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.options import Options
 from hvdlite.observe import status
 from hvdlite.schedule.outer_optimizer import OuterOptimizer
 from hvdlite.schedule.schedules import LocalSchedule
@@ -79,33 +79,26 @@ class LocalSteps:
     which all ranks take part.
 
     Args:
-        schedule: which steps are local, and when to exchange what.
-        strategy: how weights, or their changes, travel.
-        reduction: of changes; weights are averaged.
+        options: the schedule says which steps are local, and when to exchange what; the strategy,
+            how weights or their changes travel; the reduction is that of changes, and weights are
+            averaged.
         label: prefix of the names of the exchanges; unique, and the same on all ranks.
 
     Attributes:
         in_step: whether a step has begun that has not ended.
     """
 
-    def __init__(
-        self,
-        schedule: LocalSchedule,
-        strategy: Strategy,
-        reduction: Reduction,
-        label: str,
-        process_set: ProcessSet = global_process_set,
-    ) -> None:
-        self.schedule = schedule
+    def __init__(self, options: Options, label: str) -> None:
+        self.schedule = cast(LocalSchedule, options.schedule)
         self.label = label
-        self.process_set = process_set
+        self.process_set = options.process_set
         self.parameters: list[Parameter] = []
         self.steps = 0
         self.in_step = False
         self._key = object()
-        self._strategy = strategy
-        self._reduction = reduction
-        self._outer = OuterOptimizer(*schedule.outer)
+        self._strategy = options.strategy
+        self._reduction = options.reduction
+        self._outer = OuterOptimizer(*self.schedule.outer)
         self._state = StrategyState()
         self._unwritten: deque[Callable[[], None]] = deque()  # the writes of the last exchange
         # By engine: a new world starts with none, and those of the old one disappear with it.

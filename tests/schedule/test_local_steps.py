@@ -9,6 +9,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, TopK
+from hvdlite.gradients.options import Options
 from hvdlite.observe import status
 from hvdlite.schedule import Schedule
 from hvdlite.schedule.local_steps import LocalSteps
@@ -28,9 +29,15 @@ CASES = [
 STEPS = {0: 8, 1: 5, 2: 5, 3: 10, 4: 6}
 
 
+def _options(schedule, strategy, process_set=hvd.global_process_set):
+    return Options(
+        strategy, Reduction(), sparse_as_dense=False, schedule=schedule, process_set=process_set
+    )
+
+
 def make(schedule, dtype=np.float64, strategy=Compression.none, names=tuple(SHAPES), label="test"):
     hvd.init()
-    steps = LocalSteps(schedule, strategy, Reduction(), label)
+    steps = LocalSteps(_options(schedule, strategy), label)
     steps.add([Parameter(name, SHAPES[name], np.dtype(dtype)) for name in names])
     return steps
 
@@ -391,7 +398,7 @@ def test_a_refused_outer_gradient_leaves_what_the_compression_remembers(bad):
         weights={"a": np.zeros(8, np.float32), "b": np.zeros(8, np.float64)}, velocity={}
     )
     strategy = ErrorFeedback(TopK(0.25))
-    steps = LocalSteps(Schedule.DiLoCo(1, 1.0, 0.0), strategy, Reduction(), "test")
+    steps = LocalSteps(_options(Schedule.DiLoCo(1, 1.0, 0.0), strategy), "test")
     steps.add([Parameter(name, (8,), each.dtype) for name, each in replica.weights.items()])
     weights = ArrayWeights(replica, tuple(replica.weights))
 
@@ -506,7 +513,7 @@ def test_a_process_set_of_one_rank_exchanges_nothing():
     alone = hvd.add_process_set([0])
     if hvd.rank() == 0:
         for schedule in (Schedule.LocalSGD(2), Schedule.PartialSync(parts=2)):
-            steps = LocalSteps(schedule, Compression.fp16, Reduction(), "alone", alone)
+            steps = LocalSteps(_options(schedule, Compression.fp16, alone), "alone")
             steps.add([Parameter(n, s, np.dtype(np.float64)) for n, s in SHAPES.items()])
             replica, plain = Replica(), Replica()
             train(steps, replica, 2)

@@ -5,13 +5,14 @@ import pytest
 import hvdlite as hvd
 from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import DENSE, Compression, Conversion, ErrorFeedback, Reduction, WarmUp
-from hvdlite.gradients.options import Preset, check_exchange
+from hvdlite.gradients.options import Preset, make_options
 from hvdlite.schedule import singa
 from hvdlite.schedule.schedules import LocalSGD, PartialSync
 
 
 def check(compression, schedule=None, op=Average, **kwargs):
-    return check_exchange(compression, schedule, Conversion(), Reduction(op), **kwargs)
+    options = make_options(compression, schedule, Conversion(), Reduction(op), **kwargs)
+    return options.strategy, options.schedule, options.passes
 
 
 class TestSinga:

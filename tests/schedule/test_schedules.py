@@ -16,7 +16,7 @@ from hvdlite.compression import (
     Parameter,
     Reduction,
 )
-from hvdlite.gradients.options import check_exchange
+from hvdlite.gradients.options import make_options
 from hvdlite.schedule import Schedule
 from hvdlite.schedule.schedules import partition
 
@@ -24,7 +24,8 @@ NONE, AVERAGE = Compression.none, Reduction()
 
 
 def check(schedule, strategy, reduction, passes=1, sparse_as_dense=False):
-    return check_exchange(strategy, schedule, Conversion(), reduction, passes, sparse_as_dense)[1:]
+    options = make_options(strategy, schedule, Conversion(), reduction, passes, sparse_as_dense)
+    return options.schedule, options.passes
 
 
 @pytest.mark.parametrize(
