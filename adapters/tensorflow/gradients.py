@@ -129,11 +129,11 @@ class GradientAllreduce:
             earlier = [] if given else _updates_before(check, checks, sources)
         plan = plan_for(spec.in_buckets, spec.strategy, settings)
         leaves_out = self.leaves_out and settings.not_finite == "skip"
-        calls = _Calls(spec, plan, check, given, leaves_out)
+        exchange = _BucketExchange(spec, plan, check, given, leaves_out)
         with in_order(), tf.control_dependencies(earlier):
             inner = [] if given is None else map(value_of, sources)
             weights = [tf.convert_to_tensor(v) for v in inner if isinstance(v, tf.Variable)]
-            for number, gradient in _BucketExchange(calls, dense, weight, weights).run().items():
+            for number, gradient in exchange.run(dense, weight, weights).items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
@@ -283,8 +283,10 @@ _exchanges: WeakKeyDictionary[Engine, OrderedDict[ExchangeSpec, GradientBuckets]
 
 
 @dataclass(frozen=True, eq=False)
-class _Calls:
-    """The Python functions of an exchange. A graph keeps them, so they have none of its tensors.
+class _BucketExchange:
+    """The exchange of dense gradients: now, or by operations of a graph.
+
+    A graph keeps its methods `compare`, `start` and `finish`, so it has none of its tensors.
 
     Attributes:
         plan: The buckets at the time when the graph is made.
@@ -297,6 +299,76 @@ class _Calls:
     check: ReplicaCheck | None
     given: GivenWeights | None
     leaves_out: bool
+
+    def run(
+        self,
+        gradients: Mapping[int, tf.Tensor],
+        weight: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+    ) -> dict[int, tf.Tensor]:
+        """Return the reduced gradients, in eager mode also those that only other ranks have.
+
+        Args:
+            weight: The number of samples, if there is one.
+            weights: What the graph gives to the comparison.
+        """
+        reduction, process_set = self.spec.reduction, self.spec.process_set
+        if not self.plan:
+            run(self.compare, weights, [], process_set)
+        runs = [_runs_of(members, gradients, self.spec.in_buckets) for members in self.plan]
+        here = [number for joined in runs for numbers in joined for number in numbers]
+        foreign: list[int] = []  # gradients that only other ranks have; in eager mode
+
+        @uninterrupted  # a step is sent whole, or not at all
+        def start(tensors: Iterator[tf.Tensor]) -> None:
+            for index, joined in enumerate(runs):
+                flat = [_concatenate([next(tensors) for _ in numbers]) for numbers in joined]
+                compared = [] if index else weights
+                function = partial(self.start, index, [numbers[0] for numbers in joined])
+                run(function, [*flat, *compared, *weight], [], process_set)
+
+        def exchange(own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            try:
+                start(iter(own))
+            finally:
+                leave()
+            # All buckets start before the first wait. A bucket without a waiter would block the
+            # next step.
+            return together(self._finish_all(runs, foreign))
+
+        # Second derivatives are reduced as the first ones are.
+        @tf.custom_gradient
+        def differentiable(
+            *own: tf.Tensor,
+        ) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+            def gradient(*upstream: Any) -> list[tf.Tensor]:
+                return [
+                    allreduce(tf.convert_to_tensor(each), op=reduction.op, process_set=process_set)
+                    for each in upstream[: len(own)]
+                ]
+
+            return exchange(own), gradient
+
+        own = [gradients[number] for number in here]
+        results = differentiable(*own) if own else exchange(own)
+        return dict(zip((*here, *foreign), results, strict=True))
+
+    def _finish_all(
+        self, runs: Sequence[Sequence[Sequence[int]]], foreign: list[int]
+    ) -> list[tf.Tensor]:
+        parameters = self.spec.in_buckets
+        wanted = [numbers for joined in runs for numbers in joined]
+        shapes = [[parameters[number].shape for number in numbers] for numbers in wanted]
+        specs = [
+            tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
+            for each, numbers in zip(shapes, wanted, strict=True)
+        ]
+        finish = partial(self.finish, wanted, foreign if tf.executing_eagerly() else None)
+        found = run(finish, [], specs, self.spec.process_set)
+        results = []
+        for tensor, each in zip(found, shapes, strict=False):
+            results += _split(tensor, each)
+        return [*results, *found[len(wanted) :]]
 
     def compare(self, *weights: Any) -> list[Any]:
         """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
@@ -353,104 +425,21 @@ class _Calls:
         return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
 
 
-class _BucketExchange:
-    """The exchange of dense gradients: now, or by operations of a graph.
-
-    Args:
-        weight: The number of samples, if there is one.
-        weights: What the graph gives to the comparison.
-    """
-
-    def __init__(
-        self,
-        calls: _Calls,
-        gradients: Mapping[int, tf.Tensor],
-        weight: Sequence[tf.Tensor],
-        weights: Sequence[tf.Tensor],
-    ) -> None:
-        self._calls = calls
-        self._spec = calls.spec
-        self._gradients = gradients
-        self._weight = weight
-        self._weights = weights
-        self._eager = tf.executing_eagerly()
-        self._runs = [list(self._runs_of(members)) for members in calls.plan]
-        self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
-
-    def _runs_of(self, members: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the gradients of a bucket that are here: small neighbours together, in graphs."""
-        small: list[int] = []
-        for number in members:
-            nbytes = self._spec.in_buckets[number].nbytes if number in self._gradients else 0
-            if 0 < nbytes < _SMALL and not self._eager:
-                small.append(number)
-                continue
-            if small:
-                yield small
-                small = []
-            if number in self._gradients:
-                yield [number]
-        if small:
-            yield small
-
-    def run(self) -> dict[int, tf.Tensor]:
-        """Return the reduced gradients, in eager mode also those that only other ranks have."""
-        if not self._runs:
-            run(self._calls.compare, self._weights, [], self._spec.process_set)
-        here = [number for runs in self._runs for numbers in runs for number in numbers]
-        own = [self._gradients[number] for number in here]
-        results = self._differentiable(own) if own else self._exchange(own)
-        return dict(zip((*here, *self._foreign), results, strict=True))
-
-    def _differentiable(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Exchange gradients such that second derivatives are reduced as the first ones are."""
-        reduction, process_set = self._spec.reduction, self._spec.process_set
-
-        @tf.custom_gradient
-        def call(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
-            def gradient(*upstream: Any) -> list[tf.Tensor]:
-                return [
-                    allreduce(tf.convert_to_tensor(each), op=reduction.op, process_set=process_set)
-                    for each in upstream[: len(own)]
-                ]
-
-            return self._exchange(own), gradient
-
-        return list(call(*own))
-
-    def _exchange(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        try:
-            self._start(own)
-        finally:
-            leave()
-        # All buckets start before the first wait. A bucket without a waiter would block the next
-        # step.
-        return together(self._finish())
-
-    @uninterrupted  # a step is sent whole, or not at all
-    def _start(self, own: Sequence[tf.Tensor]) -> None:
-        tensors = iter(own)
-        for index, runs in enumerate(self._runs):
-            joined = [_concatenate([next(tensors) for _ in numbers]) for numbers in runs]
-            weights = [] if index else self._weights
-            start = partial(self._calls.start, index, [numbers[0] for numbers in runs])
-            run(start, [*joined, *weights, *self._weight], [], self._spec.process_set)
-
-    def _finish(self) -> list[tf.Tensor]:
-        parameters = self._spec.in_buckets
-        runs = [numbers for runs in self._runs for numbers in runs]
-        foreign = self._foreign if self._eager else None
-        shapes = [[parameters[number].shape for number in numbers] for numbers in runs]
-        specs = [
-            tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
-            for each, numbers in zip(shapes, runs, strict=True)
-        ]
-        finish = partial(self._calls.finish, runs, foreign)
-        found = run(finish, [], specs, self._spec.process_set)
-        results = []
-        for tensor, each in zip(found, shapes, strict=False):
-            results += _split(tensor, each)
-        return [*results, *found[len(runs) :]]
+def _runs_of(
+    members: Sequence[int], gradients: Mapping[int, Any], parameters: Sequence[Parameter]
+) -> list[list[int]]:
+    """Return the gradients of a bucket that are here: small neighbours together, in graphs."""
+    runs: list[list[int]] = []
+    joins = False  # whether the next one may be joined to the last
+    for number in members:
+        is_small = 0 < parameters[number].nbytes < _SMALL
+        may_join = number in gradients and is_small and not tf.executing_eagerly()
+        if may_join and joins:
+            runs[-1].append(number)
+        elif number in gradients:
+            runs.append([number])
+        joins = may_join
+    return runs
 
 
 def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence: Any) -> None:

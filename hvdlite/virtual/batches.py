@@ -84,11 +84,6 @@ class BatchesInTurns(Batches):
         # requests for data, too.
         return _Requests(self)
 
-    def announce_rest(self) -> None:
-        """Announce that a loader returns a batch that it has loaded in advance, if it has one."""
-        if self.trains and self._left > 0:
-            self._turns.announce(self)
-
     def begin(self, rank: int, size: int) -> None:
         """Keep the sharding, which is that of virtual ranks."""
 
@@ -130,5 +125,7 @@ class _Requests(Iterator[Any]):
         try:
             return next(self._parts)
         except StopIteration:
-            self._batches.announce_rest()
+            batches = self._batches
+            if batches.trains and batches._left > 0:  # returned next, as it was loaded in advance
+                batches._turns.announce(batches)
             raise

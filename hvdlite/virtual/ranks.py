@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from hvdlite.base.arrays import slice_bounds
 from hvdlite.world import parts, world
@@ -78,7 +78,7 @@ class Turns(parts.Parts):
         self.announce(source)
 
     def announce(self, source: object | None) -> None:
-        """Tell all listeners that data are asked for; None: by a program's own `virtual_rank`."""
+        """Tell all `listeners` who asks for data."""
         self.requested, self._is_loading = True, source is not None
         for listener in [*listeners]:
             listener.on_request(source)
@@ -223,27 +223,15 @@ class Turns(parts.Parts):
         return None
 
 
-class Listener(Protocol):
-    """An object that wants to know when the data of a part are asked for."""
-
-    def on_request(self, source: object | None) -> None:
-        """Hear who asks: a loader, or None for a program's own call of `virtual_rank`."""
-
-
-#: They hear of requests for data for as long as they live.
-listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+#: Their method ``on_request`` hears for as long as they live who asks for the data of a part: a
+#: loader, or None for a program's own call of `virtual_rank`.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _kept = 0  # steps, by `Turns.keep`
 
 
 def current() -> Turns | None:
     """Return the turns of this process; None: there are no virtual ranks."""
     return parts.current if isinstance(parts.current, Turns) else None
-
-
-def step() -> int:
-    """Return the number of steps that have been taken; without virtual ranks 0."""
-    turns = current()
-    return 0 if turns is None else turns.step
 
 
 def turns_of(size: int) -> Turns:

@@ -67,7 +67,6 @@ class VirtualRanks:
                 speakers.setdefault(rank, process)
         self.size = len(speakers)
         self.spoken = [[r for r in players[p] if speakers[r] == p] for p in range(len(players))]
-        self.speakers = speakers
         self._turn = threading.Condition()
         # Positions in `own`: of the virtual rank that runs, and of those that have not ended.
         self._running, self._left = 0, list(range(len(self.own)))
@@ -190,10 +189,7 @@ class VirtualRanks:
             [by_rank[target][1][source] for source in sources for target in self.own]
             for sources in self.spoken
         ]
-        buffers = [np.empty(sum(each.size for each in many), np.uint8) for many in targets]
-        self.transport.alltoall(pieces, buffers)
-        for buffer, many in zip(buffers, targets, strict=True):
-            _separate(buffer, many)
+        _receive(self.transport.alltoall, pieces, targets)
         return [None] * len(self.own)
 
     def _allgather(self, arguments: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
@@ -201,23 +197,10 @@ class VirtualRanks:
         piece = _joined([own[rank] for rank in self.spoken[self.transport.rank]])
         _, first = arguments[0]
         targets = [[first[rank] for rank in ranks] for ranks in self.spoken]
-        buffers = [np.empty(sum(each.size for each in many), np.uint8) for many in targets]
-        self.transport.allgather(piece, buffers)
-        for buffer, many in zip(buffers, targets, strict=True):
-            _separate(buffer, many)
+        _receive(self.transport.allgather, piece, targets)
         for _, others in arguments[1:]:
             for source, target in zip(first, others, strict=True):
                 target[...] = source
-        return [None] * len(self.own)
-
-    def _broadcast(self, arguments: Sequence[tuple[Any, int]]) -> list[Any]:
-        root = arguments[0][1]
-        position = self.own.index(root) if root in self.own else 0
-        array = arguments[position][0]
-        self.transport.broadcast(array, self.speakers[root])
-        for other, _ in arguments:
-            if other is not array:
-                other[...] = array
         return [None] * len(self.own)
 
     def _allreduce(self, arguments: Sequence[tuple[Any, Any, ReduceOp, Scaling]]) -> list[Any]:
@@ -264,12 +247,17 @@ def _joined(pieces: Sequence[Any]) -> Any:
     return np.concatenate([*pieces, np.empty(0, np.uint8)])
 
 
-def _separate(buffer: Any, targets: Sequence[Any]) -> None:
-    """Copy the parts of a flat byte array into several."""
-    start = 0
-    for target in targets:
-        target[...] = buffer[start : start + target.size]
-        start += target.size
+def _receive(
+    collective: Callable[[Any, Sequence[Any]], None], send: Any, targets: Sequence[Sequence[Any]]
+) -> None:
+    """Run a collective that receives from each process what belongs into several byte arrays."""
+    buffers = [np.empty(sum(each.size for each in many), np.uint8) for many in targets]
+    collective(send, buffers)
+    for buffer, many in zip(buffers, targets, strict=True):
+        start = 0
+        for target in many:
+            target[...] = buffer[start : start + target.size]
+            start += target.size
 
 
 class VirtualTransport(Transport):
@@ -306,7 +294,10 @@ class VirtualTransport(Transport):
         self._call("allgather", piece, result)
 
     def broadcast(self, array: Any, root: int) -> None:
-        self._call("broadcast", array, root)
+        """Send the root's array in the place of what `allgather` takes from all."""
+        whole = as_bytes(array)
+        pieces = [whole if rank == root else whole[:0] for rank in range(self.size)]
+        self.allgather(pieces[self.rank], pieces)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> NoReturn:
         """Refuse: the processes have met already."""

@@ -18,7 +18,6 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.errors import GradientError
-from hvdlite.virtual import ranks as virtual_ranks
 from hvdlite.virtual.gradients import VirtualExchange
 from hvdlite.world import parts
 
@@ -34,7 +33,7 @@ exchange = VirtualExchange("gradients", Compression.PowerSGD(1), Reduction())
 
 
 def train(stop):
-    while (step := virtual_ranks.step()) < stop:
+    while (step := parts.current.step) < stop:
         exchange.follow(parameters)
         generator = np.random.default_rng([step, hvd.virtual_rank()])
         gradients = [each * generator.standard_normal(each.shape, np.float32) for each in weights]

@@ -5,7 +5,6 @@ import contextlib
 import numpy as np
 import pytest
 
-from hvdlite.virtual import ranks as virtual_ranks
 from hvdlite.world import parts
 from tests.harness import ranks
 
@@ -75,7 +74,7 @@ def test_weights_are_those_of_all_samples(compiled):
         for x in hvdlite.shard(data(), batch_size=37, shuffle=False):
             run(tf.constant(x))
             steps += optimizer.stepped
-        assert steps == virtual_ranks.step() == int(optimizer.iterations) == 1
+        assert steps == parts.current.step == int(optimizer.iterations) == 1
         x, kernel, bias = data().astype(np.float64), np.ones((3, 2)), np.zeros(2)
         output = x @ kernel + bias
         gradient = 2 * output / output.size
@@ -92,7 +91,7 @@ def test_fit():
         x = data(40)
         dataset = hvd.shard((x, np.zeros((40, 2), np.float32)), batch_size=4, shuffle=False)
         model.fit(dataset, epochs=1, verbose=0, shuffle=False)
-        assert virtual_ranks.step() == int(model.optimizer.iterations) == 2
+        assert parts.current.step == int(model.optimizer.iterations) == 2
         assert len({each.tobytes() for each in hvd.allgather_object(mean.numpy())}) == 1
 
 
@@ -173,7 +172,7 @@ def test_buffers_that_differ_between_processes_are_found():
         optimizer = wrap(model)
         found = ""
         for x in hvdlite.shard(data(80), batch_size=8, shuffle=False):
-            if virtual_ranks.step() == 1 and not parts.current.is_within_step():
+            if parts.current.step == 1 and not parts.current.is_within_step():
                 layer.moving_mean.assign(layer.moving_mean + float(hvd.rank()))
             try:
                 optimizer.apply(gradients_of(model, tf.constant(x)), model.trainable_variables)
@@ -235,7 +234,7 @@ def test_state_goes_on():
         optimizer = wrap(compression=hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.5)))
         apply_to_all(optimizer, model)
         optimizer.load_exchange_state_dict(saved)
-        assert virtual_ranks.step() == 2
+        assert parts.current.step == 2
 
 
 def apply_to(optimizer, model, x):
@@ -260,10 +259,10 @@ def test_a_step_that_is_not_finite_is_left_out(compiled):
         run = tf.function(step, reduce_retracing=True) if compiled else step
         before, stepped = model.get_weights(), []
         for x in hvdlite.shard(data(2 * 4 * SIZE), batch_size=4):
-            part = (virtual_ranks.step(), hvd.virtual_rank())
+            part = (parts.current.step, hvd.virtual_rank())
             run(tf.constant(x * np.float32(np.nan if part == (0, 3) else 1)))
-            stepped += [virtual_ranks.step()] * optimizer.stepped
-            if virtual_ranks.step() == 1 and part[0] == 0:
+            stepped += [parts.current.step] * optimizer.stepped
+            if parts.current.step == 1 and part[0] == 0:
                 np.testing.assert_array_equal(model.get_weights()[0], before[0])
         assert stepped == [2]
         assert int(optimizer.iterations) == 1

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hvdlite.tools import rehearsal
-from hvdlite.virtual import ranks as virtual_ranks
 from hvdlite.world import parts
 from tests.harness import ranks
 
@@ -168,7 +167,7 @@ def test_weights_are_the_bits_of_one_process(base):
         steps = train(model, wrap(model))
         found = state(model)
         expected_steps, expected = expected_training(base=base)
-        assert steps == expected_steps == virtual_ranks.step()
+        assert steps == expected_steps == parts.current.step
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -204,7 +203,7 @@ def test_clipping_scheduling_and_synchronizing():
         rates = []
         for x in hvd.shard(data(), batch_size=4):
             backward(model, x)
-            if virtual_ranks.step() % 2:
+            if parts.current.step % 2:
                 optimizer.clip_grad_norm_(1e-3)
                 optimizer.step()
             else:
@@ -263,7 +262,7 @@ def test_a_sampler_of_torch():
                     for each in sampler.sharding.global_batches(0)
                     for rank in parts.current.share
                 )
-            sampler.set_epoch(virtual_ranks.step() // 2)
+            sampler.set_epoch(parts.current.step // 2)
         _, expected = expected_training()
         np.testing.assert_array_equal(state(model)["4.weight"], expected["4.weight"])
 
@@ -477,7 +476,7 @@ def test_gradients_that_are_not_finite(reaction):
             optimizer.step()
         assert digest(torch.nn.ParameterList(model.parameters())) == before
         if reaction == "skip":
-            assert virtual_ranks.step() == 2
+            assert parts.current.step == 2
 
 
 @ranks(2)
@@ -505,9 +504,9 @@ def test_initializing_again_begins_anew():
         train(model, optimizer, epochs=1)
         hvd.shutdown()
         hvd.init(virtual_ranks=SIZE)
-        assert virtual_ranks.step() == 0
+        assert parts.current.step == 0
         train(model, optimizer, epochs=1)
-        assert virtual_ranks.step() == 2
+        assert parts.current.step == 2
         hvd.shutdown()
         hvd.init(virtual_ranks=SIZE + 1)
         with pytest.raises(RuntimeError, match=f"wrapped for {SIZE} virtual ranks"):
@@ -715,7 +714,7 @@ def test_a_forward_pass_between_epochs_of_a_loader(workers):
                 optimizer.step()
             model(torch.ones(SIZE))
         torch.testing.assert_close(model.changed, 2 * (x.sum(0) / SIZE + 1))
-        assert virtual_ranks.step() == 4
+        assert parts.current.step == 4
 
 
 @ranks(1, 2)
