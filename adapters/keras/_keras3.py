@@ -130,7 +130,6 @@ class DistributedKeras3(Distributed):
                 gradients,
                 variables,
                 batch_size,
-                self._moments_of,
                 lambda chosen: apply(chosen, variables),
             )
             return

@@ -154,7 +154,6 @@ class DistributedLegacy(Distributed):
                 [gradient for gradient, _ in pairs],
                 variables,
                 batch_size,
-                self._moments_of,
                 lambda chosen: apply(list(zip(chosen, variables, strict=True)), *args, **kwargs),
             )
         if options.passes == 1:

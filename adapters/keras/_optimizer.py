@@ -128,8 +128,8 @@ class KerasAdapter:
             Reduction(ReduceOp(op), gradient_predivide_factor),
             int(backward_passes_per_step),
             sparse_as_dense,
-            process_set=process_set,
-            model=model,
+            process_set,
+            model,
             average_passes=average_aggregated_gradients,
             scale_local=scale_local_gradients,
         )
@@ -342,7 +342,15 @@ class Distributed:
             ValueError: There is no such schedule, or there has been no step.
             HorovodInternalError: The ranks disagree, or communication failed.
         """
-        self._hvdlite.average_weights()
+        path = self._hvdlite.path
+        if is_outside(self._hvdlite.options.process_set):
+            return
+        if path is None or path.steps is None:
+            raise ValueError(
+                "average_weights() is for an optimizer with a schedule of local steps, after its "
+                "first step"
+            )
+        path.steps.average()
 
     @classmethod
     def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,10 +365,6 @@ class Distributed:
     # What the optimizer keeps for a weight, by name, and what it keeps for each of all weights.
     _kept_for: Callable[[Any], dict[str, Any]]
     _kept: Callable[[], Iterable[Mapping[Any, Any]]]
-
-    def _moments_of(self, variable: Any) -> dict[str, Any]:
-        kept = self._kept_for(variable)
-        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
     def _marked(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a configuration from which Keras makes distributed optimizers."""

@@ -122,12 +122,7 @@ class DistributedGradientTape(tf.GradientTape):
         self._inner = gradtape
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
         options = make_options(
-            compression,
-            schedule,
-            CONVERSION,
-            reduction,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
+            compression, schedule, CONVERSION, reduction, 1, sparse_as_dense, process_set
         )
         if options.passes > 1:
             raise ValueError(

@@ -92,11 +92,11 @@ class ReplicaChecks:
     """The comparisons across ranks of the variables that an optimizer, or tapes, train.
 
     Attributes:
-        replica: What is compared of the optimizer; None: nothing is.
+        replica: What is compared of the optimizer.
         uncompared: Returns the number of exchanges before the first comparison.
     """
 
-    replica: OptimizerReplica | None = None
+    replica: OptimizerReplica = field(default_factory=OptimizerReplica)
     uncompared: Callable[[], int] = lambda: 1
     _checks: WeakVariablesDict[ReplicaCheck] = field(default_factory=WeakVariablesDict, init=False)
     _given: WeakVariablesDict[GivenWeights] = field(default_factory=WeakVariablesDict, init=False)
@@ -117,7 +117,7 @@ class ReplicaChecks:
 
         def make() -> ReplicaCheck:
             return ReplicaCheck(
-                list if self.replica is None else self.replica.options,
+                self.replica.options,
                 self.given(sources, process_set, label) or self._lister(sources),
                 _REMEDY,
                 self.uncompared,
@@ -138,13 +138,12 @@ class ReplicaChecks:
 
     def option_variables(self) -> list[tf.Variable]:
         """Return the variables that are options of the optimizer."""
-        return [] if self.replica is None else list(map(value_of, self.replica.option_variables()))
+        return list(map(value_of, self.replica.option_variables()))
 
     def compared(self, sources: Sequence[Any]) -> list[tf.Variable]:
         """Return all other variables that the comparison of some variables reads."""
         named = _named_variables(sources)
-        state = [] if self.replica is None else self.replica.state(named)
-        return [value_of(each) for _, each in (*named, *state)]
+        return [value_of(each) for _, each in (*named, *self.replica.state(named))]
 
     def _lister(self, sources: Sequence[Any]) -> Callable[[], list[tuple[str, Find]]]:
         """Return a function that lists what is compared now."""
@@ -153,11 +152,9 @@ class ReplicaChecks:
 
         def values() -> list[tuple[str, Find]]:
             living = [(name, found) for name, source in named if (found := source()) is not None]
-            state = [] if replica is None else replica.state(living)
             weights = [(weight_label(name), source) for name, source in living]
-            return [
-                (label, partial(_find, weakref.ref(value_of(v)))) for label, v in [*weights, *state]
-            ]
+            both = *weights, *replica.state(living)
+            return [(label, partial(_find, weakref.ref(value_of(each)))) for label, each in both]
 
         return values
 

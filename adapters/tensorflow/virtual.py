@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -72,7 +72,6 @@ class VirtualSteps(GradientPath):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         batch_size: Any,
-        moments: Callable[[Any], Mapping[str, Any]],
         apply: Callable[[list[Any]], Any],
     ) -> None:
         """End the part of a virtual rank; after the last one, apply the averages."""

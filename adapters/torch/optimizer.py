@@ -128,14 +128,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_count("backward_passes_per_step", backward_passes_per_step)
     passes = int(backward_passes_per_step)
     made = make_options(
-        compression,
-        schedule,
-        CONVERSION,
-        reduction,
-        passes,
-        sparse_as_dense,
-        process_set=process_set,
-        model=model,
+        compression, schedule, CONVERSION, reduction, passes, sparse_as_dense, process_set, model
     )
     if reduction.op is ReduceOp.ADASUM:
         made = replace(made, schedule=options.adasum())

@@ -78,7 +78,6 @@ class GradientPath(Protocol):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         batch_size: Any,
-        moments: Callable[[Any], Mapping[str, Any]],
         apply: Callable[[list[Any]], Any],
     ) -> Any:
         """Make a step, or a part of one.
@@ -86,7 +85,6 @@ class GradientPath(Protocol):
         Args:
             variables: Their variables, the same on all ranks.
             batch_size: The number of samples that the gradients average; None: not given.
-            moments: Returns what the optimizer keeps for a variable, by name.
 
         Returns:
             What ``apply`` returns, or None.
@@ -314,17 +312,6 @@ class Synchronizer:
                 "before they are exchanged; leave out backward_passes_per_step and "
                 "gradient_accumulation_steps, or batch_size"
             )
-
-    def average_weights(self) -> None:
-        """Average the weights over all ranks now, except on ranks outside the process set."""
-        if is_outside(self.options.process_set):
-            return
-        if self.path is None or self.path.steps is None:
-            raise ValueError(
-                "average_weights() is for an optimizer with a schedule of local steps, after its "
-                "first step"
-            )
-        self.path.steps.average()
 
 
 def _identities(variable: Any) -> set[int]:

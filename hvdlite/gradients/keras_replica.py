@@ -16,14 +16,14 @@ class OptimizerReplica:
     """An optimizer's options, and the variables that it keeps for weights.
 
     Args:
-        optimizer: The optimizer; only a weak reference is kept.
+        optimizer: The optimizer; only a weak reference is kept. None: there is none.
 
     Attributes:
         read: Returns the number that a variable has; a framework may have a faster one.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: Any = None) -> None:
+        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self.read: Callable[[Any], float] = _read
         self._config: dict[str, Any] | None = None
         self._current: dict[str, Any] = {}
@@ -67,6 +67,12 @@ class OptimizerReplica:
             elif name == "learning_rate" and callable(value):
                 found["iterations"] = optimizer.iterations
         return found
+
+    def moments_of(self, variable: Any) -> dict[str, Any]:
+        """Return what the optimizer keeps of a variable's shape for it, by name."""
+        optimizer = self._optimizer()
+        kept = {} if optimizer is None else optimizer._kept_for(variable)
+        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
     def state(self, weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Return pairs of a label and a variable: all that the optimizer keeps for some weights."""

@@ -113,7 +113,9 @@ def make_options(
     reduction: Reduction,
     passes: int = 1,
     sparse_as_dense: bool = False,
-    **more: Any,
+    process_set: ProcessSet = global_process_set,
+    model: Any = None,
+    **more: bool,
 ) -> Options:
     """Check the arguments that say what an optimizer or a tape exchanges and when.
 
@@ -152,4 +154,6 @@ def make_options(
         )
     if schedule is not None:
         schedule, passes = schedule.check(strategy, reduction, passes, sparse_as_dense)
-    return Options(strategy, reduction, sparse_as_dense, passes, schedule=schedule, **more)
+    return Options(
+        strategy, reduction, sparse_as_dense, passes, process_set, schedule, model, **more
+    )

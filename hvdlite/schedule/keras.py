@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from hvdlite.engine.process_sets import is_outside
@@ -21,6 +21,7 @@ class KerasSteps(GradientPath):
         self._options = synchronizer.options
         self._schedule = cast(LocalSchedule, synchronizer.options.schedule)
         self._local = synchronizer.local
+        self._replica = synchronizer.replica
         self._backend = backend
         self.state = synchronizer.state
         self.steps: Any = None
@@ -44,13 +45,13 @@ class KerasSteps(GradientPath):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         batch_size: Any,
-        moments: Callable[[Any], Mapping[str, Any]],
         apply: Callable[[list[Any]], Any],
     ) -> Any:
         check_unweighted(batch_size)
         if is_outside(self._options.process_set):
             return apply(list(gradients))
         shared = [variables[number] for number in self._local.others(variables)]
+        moments = self._replica.moments_of
         averaged = [moments(each) if self._schedule.momentum else {} for each in shared]
         steps = self.steps = self._kind(self._count_for(shared), shared, averaged)
         steps.begin()
