@@ -14,14 +14,14 @@ from __future__ import annotations
 import itertools
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdlite.base.arrays import as_bytes, set_first
-from hvdlite.base.reduction import ReduceOp, is_floating
+from hvdlite.base.arrays import as_bytes
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import (
     DENSE,
     Bucket,
@@ -29,16 +29,15 @@ from hvdlite.compression import (
     Reduction,
     Strategy,
     StrategyState,
-    exchange_bucket,
+    check_op,
 )
-from hvdlite.compression.strategy import check_op
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import GradientError, MismatchError, NotFiniteError, ranks_text
 from hvdlite.gradients import replicas
-from hvdlite.gradients.finite import check_finite
+from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.gradients.metadata import check_weighted
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
@@ -76,15 +75,11 @@ class Part(NamedTuple):
     """A process's message to the others about the part of a virtual rank.
 
     Attributes:
-        present: the numbers of the parameters that have a gradient, and of changed buffers, which
-            follow the parameters.
-        samples: the number of samples that the gradients are averages of; given for all virtual
-            ranks, or for none.
+        payloads: those of its buckets.
         axes: the number of sparse axes of each gradient that was sparse, by number.
     """
 
-    present: frozenset[int]
-    samples: int | None
+    payloads: list[bytes]
     axes: Mapping[int, int]
 
 
@@ -125,9 +120,8 @@ class VirtualExchange:
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
         plan: for each bucket its parameters or its buffers, by number; buffers come last.
-        places: the bucket and the position there of each, by number.
         parts: those that have been computed here in this step, by virtual rank.
-        buckets: their arrays, by virtual rank.
+        buckets: those of each virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
         played: the virtual ranks whose parts this process had in the last exchange.
@@ -156,7 +150,7 @@ class VirtualExchange:
         self.reduction = reduction
         self.size = parts.current.size
         self.parts: dict[int, Part] = {}
-        self.buckets: dict[int, list[Bucket]] = {}  # used again in later steps
+        self.buckets: dict[int, list[GradientBucket]] = {}  # used again in later steps
         self.states: dict[int, StrategyState] = {}
         self.copies: States = {}
         self.exchanges = 0
@@ -176,11 +170,6 @@ class VirtualExchange:
             *plan_for(self.parameters, self.strategy, settings),
             *([len(self.parameters) + number for number in members] for members in of_buffers),
         ]
-        self.places = {
-            number: (bucket, position)
-            for bucket, members in enumerate(self.plan)
-            for position, number in enumerate(members)
-        }
         self.signature = Signature(
             (
                 ("the number of virtual ranks", self.size),
@@ -188,20 +177,30 @@ class VirtualExchange:
                 ("the buffers", [(b.name, b.shape, b.dtype.name) for b in self.buffers]),
             )
         )
-        self.checks_finite = settings.not_finite != "pass"
         self.buckets.clear()
         self.parts.clear()
 
-    def is_buffer(self, number: int) -> bool:
-        """Return whether a number is a buffer's, and not a parameter's."""
-        return number >= len(self.parameters)
+    def gradient_buckets(self, rank: int) -> list[GradientBucket]:
+        """Return the buckets of a virtual rank without those of buffers, which come last."""
+        many = zip(self.plan, self.buckets[rank], strict=True)
+        return [bucket for members, bucket in many if members[0] < len(self.parameters)]
 
-    def _bucket(self, members: Sequence[int], state: StrategyState) -> Bucket:
-        arrays = *self.parameters, *self.buffers
-        described = [arrays[number] for number in members]
-        if self.is_buffer(members[0]):
-            return Bucket(described, Reduction())
-        return Bucket(described, self.reduction, np.empty, state)
+    def _make_buckets(self, rank: int) -> list[GradientBucket]:
+        state = self.states.setdefault(rank, StrategyState())
+        described = *self.parameters, *self.buffers
+        made = []
+        for index, members in enumerate(self.plan):
+            own = [described[number] for number in members]
+            name = f"{self._label}: bucket {index} of virtual rank {rank}"
+            if members[0] < len(self.parameters):
+                arrays = Bucket(own, self.reduction, np.empty, state)
+                bucket = GradientBucket(name, self.signature, arrays, self.strategy.choose(own[0]))
+                bucket.checks_finite = self._engine.settings.not_finite != "pass"
+            else:
+                bucket = GradientBucket(name, self.signature, Bucket(own, Reduction()), DENSE)
+            bucket.lane = f"virtual rank {rank}"  # a row of its own in the timeline
+            made.append(bucket)
+        return made
 
     def follow(self, parameters: Sequence[Parameter], buffers: Sequence[Parameter] = ()) -> None:
         """Move to the current world, and to other parameters or buffers, if these are other ones.
@@ -246,7 +245,9 @@ class VirtualExchange:
             gradients: for each parameter an array of its shape, which is copied; None: it has none.
             buffers: for each buffer the same.
             changed: the numbers of those that differ from what the step has begun with.
-            samples, axes: as in `Part`.
+            samples: the number of samples that the gradients are averages of; given for all
+                virtual ranks, or for none.
+            axes: as in `Part`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
@@ -262,14 +263,25 @@ class VirtualExchange:
         if samples is not None:
             check_weighted(self.reduction.op)
         if rank not in self.buckets:
-            state = self.states.setdefault(rank, StrategyState())
-            self.buckets[rank] = [self._bucket(members, state) for members in self.plan]
-        for number, array in enumerate((*gradients, *buffers)):
-            bucket, position = self.places[number]
-            self.buckets[rank][bucket].send_slot(position)[...] = 0 if array is None else array
+            self.buckets[rank] = self._make_buckets(rank)
+        arrays, first = [*gradients, *buffers], len(self.parameters)
         present = {number for number, each in enumerate(gradients) if each is not None}
-        present.update(len(self.parameters) + number for number in changed)
-        self.parts[rank] = Part(frozenset(present), samples, dict(axes))
+        present.update(first + number for number in changed)
+        for members, bucket in zip(self.plan, self.buckets[rank], strict=True):
+            bucket.begin_step()
+            for position, number in enumerate(members):
+                if number in present:
+                    bucket.mark(position)
+            if members[0] < first:
+                bucket.samples = samples
+            if bucket.strategy.stateful:
+                bucket.arrays.state.count = self.exchanges
+            bucket.prepare_submission()
+            for position, number in enumerate(members):  # of buffers also what is unchanged
+                if arrays[number] is not None:
+                    bucket.arrays.send_slot(position)[...] = arrays[number]
+        payloads = [bucket.payload for bucket in self.buckets[rank]]
+        self.parts[rank] = Part(payloads, dict(axes))
         if not is_last:
             return None
         try:
@@ -451,36 +463,29 @@ class _Exchange(Operation):
         self._owner = owner
         self._snapshot = snapshot
         self._keeps_copies = keeps_copies
-        self._before: States = {}
         self.exchanges = owner.exchanges
         self.copies: States = {}
         self.refusal: GradientError | None = None
 
+    def _buckets(self) -> Iterator[GradientBucket]:
+        for rank in self._owner.parts:
+            yield from self._owner.gradient_buckets(rank)
+
     def contribution(self, name: str) -> str:
         """Return the name of the first gradient, or of that of the name, of the first part here."""
-        for number, parameter in enumerate(self._owner.parameters):
-            is_meant = name in ("", parameter.name) and is_floating(parameter.dtype)
-            if is_meant and parameter.size and self._ranks_with(number):
-                return parameter.name
-        return ""
+        return next(filter(None, (bucket.contribution(name) for bucket in self._buckets())), "")
 
     def corrupt(self, name: str, value: float) -> None:
         """Set the first entry of a gradient of the first virtual rank that has it here."""
-        number = [parameter.name for parameter in self._owner.parameters].index(name)
-        bucket, position = self._owner.places[number]
-        rank = min(self._ranks_with(number))
-        set_first(self._owner.buckets[rank][bucket].send_slot(position), value)
-
-    def _ranks_with(self, number: int) -> list[int]:
-        return [rank for rank, part in self._owner.parts.items() if number in part.present]
+        next(each for each in self._buckets() if each.contribution(name)).corrupt(name, value)
 
     def protect(self) -> None:
-        self._before = {rank: each.state_dict() for rank, each in self._owner.states.items()}
+        for bucket in self._buckets():
+            bucket.protect()
 
     def restore(self) -> None:
-        states = self._owner.states
-        for rank in [*states]:
-            states[rank].load_state_dict(self._before.get(rank, {}))
+        for bucket in self._buckets():
+            bucket.restore()
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
@@ -498,43 +503,30 @@ class _Exchange(Operation):
             self._move_states(transport, reports)
         if len({each.start for each in reports}) > 1:
             _refuse_start(owner.start, transport)
-        weights = _weights(reports, owner.size)
-        parts = [part for each in reports for part in each.parts.values()]
-        present = frozenset(itertools.chain(*(part.present for part in parts)))
+        computed = {rank: part for each in reports for rank, part in each.parts.items()}
         ranks = VirtualRanks(transport, done)
 
         def exchange(virtual: VirtualTransport) -> None:
-            for members, bucket in zip(owner.plan, owner.buckets[virtual.rank], strict=True):
-                bucket.count = before
-                bucket.absent = [p for p, number in enumerate(members) if number not in present]
-                if len(bucket.absent) == len(members):
-                    continue
-                if owner.is_buffer(members[0]):
-                    DENSE.exchange(bucket, virtual)
-                    continue
-                strategy = owner.strategy.choose(bucket.parameters[0])
-                weight = None if weights is None else weights[virtual.rank]
-                exchange_bucket(strategy, bucket, virtual, weight)
-                if owner.checks_finite:
-                    check_finite(bucket, virtual)
-                if strategy.stateful:
-                    bucket.state.count = before + 1
+            for number, bucket in enumerate(owner.buckets[virtual.rank]):
+                payloads = [computed[rank].payloads[number] for rank in range(owner.size)]
+                bucket.execute(virtual, payloads)
 
         try:
             self.refusal = None
             ranks.run(exchange)
         except GradientError as error:  # the same on all processes
-            self.refusal = error
+            text = f"the ranks are virtual ranks here: {error}"
+            self.refusal = type(error)(text).with_traceback(error.__traceback__)
         self.exchanges = before + 1
         if owner.strategy.stateful and self._keeps_copies and transport.size > 1:
             self.copies = self._copy_states(transport, ranks)
-        buckets = owner.buckets[ranks.own[0]]
-        averages = [
-            buckets[bucket].result_slot(position) if number in present else None
-            for number, (bucket, position) in sorted(owner.places.items())
-        ]
         first = len(owner.parameters)
-        axes = {number: each for part in parts for number, each in part.axes.items()}
+        averages: list[Any] = [None] * (first + len(owner.buffers))
+        for members, bucket in zip(owner.plan, owner.buckets[ranks.own[0]], strict=True):
+            for position, number in enumerate(members):
+                if position not in bucket.arrays.absent:
+                    averages[number] = bucket.arrays.result_slot(position)
+        axes = {number: each for part in computed.values() for number, each in part.axes.items()}
         return Outcome(None, averages[:first], averages[first:], axes)
 
     def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
@@ -615,20 +607,3 @@ def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
         "of threads, and load the same, everywhere; outside of the loop over hvd.shard, call a "
         "model in training mode with the same data on all ranks, or after model.eval()"
     )
-
-
-def _weights(reports: Sequence[Report], size: int) -> list[float] | None:
-    """Return the factor of each virtual rank's gradients in the average; None: all are 1."""
-    samples = {rank: part.samples for each in reports for rank, part in each.parts.items()}
-    silent = sorted(rank for rank, n in samples.items() if n is None)
-    if len(silent) == size:
-        return None
-    if silent:
-        raise GradientError(
-            f"virtual {ranks_text(silent)} gave no batch_size, and others did; give it in every "
-            "step(), or never"
-        )
-    total = sum(n or 0 for n in samples.values())
-    if not total:
-        raise GradientError("batch_size is 0 on all virtual ranks; leave such a step out")
-    return [(samples[rank] or 0) * size / total for rank in range(size)]
