@@ -131,9 +131,10 @@ class GradientAllreduce:
         leaves_out = self.leaves_out and settings.not_finite == "skip"
         exchange = _BucketExchange(spec, plan, check, given, leaves_out)
         with in_order(), tf.control_dependencies(earlier):
-            inner = [] if given is None else map(value_of, sources)
-            weights = [tf.convert_to_tensor(v) for v in inner if isinstance(v, tf.Variable)]
-            for number, gradient in exchange.run(dense, weight, weights).items():
+            if given is not None:
+                variables = [v for v in map(value_of, sources) if isinstance(v, tf.Variable)]
+                run(given.keep, list(map(tf.convert_to_tensor, variables)), [], process_set)
+            for number, gradient in exchange.run(dense, weight).items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
@@ -290,7 +291,7 @@ class _BucketExchange:
 
     Attributes:
         plan: The buckets at the time when the graph is made.
-        given: Keeps the weights that a graph for a session gives; None: they are read.
+        given: What a graph for a session has given to the comparison; None: it is another one.
         leaves_out: As for `GradientBuckets.finish_bucket`.
     """
 
@@ -301,20 +302,16 @@ class _BucketExchange:
     leaves_out: bool
 
     def run(
-        self,
-        gradients: Mapping[int, tf.Tensor],
-        weight: Sequence[tf.Tensor],
-        weights: Sequence[tf.Tensor],
+        self, gradients: Mapping[int, tf.Tensor], weight: Sequence[tf.Tensor]
     ) -> dict[int, tf.Tensor]:
         """Return the reduced gradients, in eager mode also those that only other ranks have.
 
         Args:
             weight: The number of samples, if there is one.
-            weights: What the graph gives to the comparison.
         """
         reduction, process_set = self.spec.reduction, self.spec.process_set
         if not self.plan:
-            run(self.compare, weights, [], process_set)
+            run(self.compare, [], [], process_set)
         runs = [_runs_of(members, gradients, self.spec.in_buckets) for members in self.plan]
         here = [number for joined in runs for numbers in joined for number in numbers]
         foreign: list[int] = []  # gradients that only other ranks have; in eager mode
@@ -323,9 +320,8 @@ class _BucketExchange:
         def start(tensors: Iterator[tf.Tensor]) -> None:
             for index, joined in enumerate(runs):
                 flat = [_concatenate([next(tensors) for _ in numbers]) for numbers in joined]
-                compared = [] if index else weights
                 function = partial(self.start, index, [numbers[0] for numbers in joined])
-                run(function, [*flat, *compared, *weight], [], process_set)
+                run(function, [*flat, *weight], [], process_set)
 
         def exchange(own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             try:
@@ -370,10 +366,8 @@ class _BucketExchange:
             results += _split(tensor, each)
         return [*results, *found[len(wanted) :]]
 
-    def compare(self, *weights: Any) -> list[Any]:
+    def compare(self) -> list[Any]:
         """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
-        if self.given is not None:
-            self.given.keep(weights)
         self.spec.connect().compare(self.check)
         return []
 
@@ -382,8 +376,7 @@ class _BucketExchange:
 
         Args:
             numbers: Those of the gradients.
-            arrays: Gradients; for the first bucket weights, if they are given; and a number of
-                samples, if there is one.
+            arrays: Gradients, and a number of samples, if there is one.
         """
         exchange = self.spec.connect()  # in the world in which the graph runs
         if exchange.plan != self.plan:
@@ -393,10 +386,7 @@ class _BucketExchange:
                 "function anew after init()"
             )
         gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
-        rest: Sequence[Any] = arrays[len(numbers) :]
-        if self.given is not None and index == 0:
-            rest = self.given.keep(rest)
-        samples = checked_samples(rest[0]) if rest else None
+        samples = checked_samples(arrays[-1]) if len(arrays) > len(numbers) else None
         exchange.start_bucket(index, gradients, samples, self.check)
         return []
 
@@ -421,7 +411,7 @@ class _BucketExchange:
             exchange.count_step()
         finally:
             if self.given is not None:
-                self.given.keep([])  # the ranks have compared them
+                self.given.keep()  # the ranks have compared them
         return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
 
 

@@ -170,14 +170,10 @@ class GivenWeights:
         """List them, for a `ReplicaCheck`."""
         return [(label, partial(self._find, number)) for number, label in enumerate(self._labels)]
 
-    def keep(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Keep the values during an exchange, and return what follows them.
-
-        None: release them, because updates need the memory.
-        """
-        count = len(self._labels)
-        self._arrays = arrays[:count]
-        return arrays[count:]
+    def keep(self, *arrays: Any) -> list[Any]:
+        """Keep the values during an exchange; none: release them, as updates need the memory."""
+        self._arrays = arrays
+        return []
 
     def _find(self, number: int) -> Any:
         return np.asarray(self._arrays[number]) if self._arrays else None
