@@ -153,7 +153,7 @@ class BroadcastGlobalVariablesCallback:
         distributed = distributed_part(getattr(self.model, "optimizer", None))
         if distributed is not None:
             steps = 1 if self.broadcast_done else batches_per_call(self.model)
-            distributed._hvdlite.steps_before_broadcast = steps
+            distributed._hvdlite.replica.uncompared = steps
 
     def _built(self) -> tuple[list[Any], list[Any]]:
         local = set(map(id, self.local_variables))

@@ -24,7 +24,7 @@ def connect(synchronizer: Synchronizer) -> GradientAllreduce:
         synchronizer.options,
         LABEL,
         synchronizer.state.state,
-        ReplicaChecks(synchronizer.replica, synchronizer.uncompared),
+        ReplicaChecks(synchronizer.replica),
         synchronizer.leaves_out,
     )
 

@@ -40,7 +40,6 @@ class Backend:
         self._leaves_out = synchronizer.leaves_out
         self._state = synchronizer.state.state
         self._replica = synchronizer.replica
-        self._uncompared = synchronizer.uncompared
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
         # A new world has a new engine; the old one's exchanges are freed with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
@@ -102,17 +101,18 @@ class Backend:
         """Return the check that compares these variables, and the optimizer, across ranks."""
         if parameters not in self._checks:
             named = list(zip((each.name for each in parameters), variables, strict=True))
+            replica = self._replica
 
             def values() -> list[tuple[str, Callable[[], Any]]]:
                 weights = [(weight_label(name), variable) for name, variable in named]
-                state = self._replica.state(named)
+                state = replica.state(named)
                 return [(label, partial(_find, each)) for label, each in (*weights, *state)]
 
             self._checks[parameters] = ReplicaCheck(
-                self._replica.options,
+                replica.options,
                 values,
                 _REMEDY,
-                self._uncompared,
+                lambda: replica.uncompared,
                 _to_array,
                 lambda: 1 if all(each.value.is_cpu for each in variables) else _GPU_STRIDE,
             )

@@ -93,11 +93,9 @@ class ReplicaChecks:
 
     Attributes:
         replica: What is compared of the optimizer.
-        uncompared: Returns the number of exchanges before the first comparison.
     """
 
     replica: OptimizerReplica = field(default_factory=OptimizerReplica)
-    uncompared: Callable[[], int] = lambda: 1
     _checks: WeakVariablesDict[ReplicaCheck] = field(default_factory=WeakVariablesDict, init=False)
     _given: WeakVariablesDict[GivenWeights] = field(default_factory=WeakVariablesDict, init=False)
 
@@ -114,13 +112,14 @@ class ReplicaChecks:
         if not variables:
             return None
         stride = _GPU_STRIDE if any(map(_is_on_gpu, variables)) else 1
+        replica = self.replica
 
         def make() -> ReplicaCheck:
             return ReplicaCheck(
-                self.replica.options,
+                replica.options,
                 self.given(sources, process_set, label) or self._lister(sources),
                 _REMEDY,
-                self.uncompared,
+                lambda: replica.uncompared,
                 stride=lambda: stride,
             )
 

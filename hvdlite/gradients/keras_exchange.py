@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
@@ -153,8 +151,6 @@ class Synchronizer:
         leaves_out: Whether it does so if averages are not finite and HVDLITE_NOT_FINITE=skip.
         state: What compression and schedule remember of the variables.
         replica: What ranks compare of the optimizer.
-        uncompared: Returns the number of exchanges before ranks compare their replicas.
-        steps_before_broadcast: This number: more than one if the variables are broadcast later.
         is_suspended: A caller around the optimizer exchanges the gradients.
         pending: Indices of variables with a gradient since the last exchange (Keras 3).
         pass_counter: Accumulates the gradients of several passes (legacy Keras).
@@ -176,10 +172,8 @@ class Synchronizer:
         # In local steps a rank's own gradients count, and ranks would differ.
         self.leaves_out = leaves_out and options.schedule is None
         self.state: Any = ExchangeState(StrategyState())
-        self.steps_before_broadcast = 1
-        # Comparisons live as long as the variables. They keep these, and must not keep the rest.
+        # Comparisons live as long as the variables. They keep this, and must not keep the rest.
         self.replica = OptimizerReplica(optimizer)
-        self.uncompared = partial(_uncompared, weakref.ref(self))
         self.is_suspended = False
         self.pending: set[int] = set()
         self.pass_counter: Any = None
@@ -319,8 +313,3 @@ def _identities(variable: Any) -> set[int]:
     inner = getattr(variable, "value", None)
     # TensorFlow's own variables have a method of this name.
     return {id(variable)} if inner is None or callable(inner) else {id(variable), id(inner)}
-
-
-def _uncompared(reference: Callable[[], Synchronizer | None]) -> int:
-    synchronizer = reference()
-    return 1 if synchronizer is None else synchronizer.steps_before_broadcast

@@ -19,11 +19,14 @@ class OptimizerReplica:
         optimizer: The optimizer; only a weak reference is kept. None: there is none.
 
     Attributes:
+        uncompared: The number of exchanges before ranks compare their replicas, more than one if
+            the variables are broadcast later.
         read: Returns the number that a variable has; a framework may have a faster one.
     """
 
     def __init__(self, optimizer: Any = None) -> None:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self.uncompared = 1
         self.read: Callable[[Any], float] = _read
         self._config: dict[str, Any] | None = None
         self._current: dict[str, Any] = {}
