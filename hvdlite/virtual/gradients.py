@@ -63,12 +63,18 @@ class Outcome(NamedTuple):
         averages: for each parameter its average; None: no virtual rank has a gradient of it.
         buffers: for each buffer its average; None: no virtual rank has changed it.
         axes: as in `Part`, of all virtual ranks.
+        exchanges, copies: as in `VirtualExchange`, after this one.
+        refusal: why the averages are refused; None: they are not. Strategies have remembered what
+            they sent all the same, so the exchange is complete.
     """
 
     added: Sequence[int] | None
     averages: Sequence[Any] = ()
     buffers: Sequence[Any] = ()
     axes: Mapping[int, int] = MappingProxyType({})
+    exchanges: int = 0
+    copies: Mapping[int, Any] = MappingProxyType({})
+    refusal: GradientError | None = None
 
 
 class Part(NamedTuple):
@@ -103,11 +109,11 @@ class Report(NamedTuple):
     replica: bytes = b""
 
 
-class VirtualExchange:
+class VirtualExchange(Operation):
     """The averaging of the gradients of virtual ranks, and of their models' buffers.
 
-    It is also what an optimizer's ``state_dict()`` has of them, as an `ExchangeState` is without
-    virtual ranks.
+    It is submitted once in every step, and again if parts are missing. It is also what an
+    optimizer's ``state_dict()`` has of them, as an `ExchangeState` is without virtual ranks.
 
     Args:
         label: unique, and the same on all processes.
@@ -144,6 +150,7 @@ class VirtualExchange:
         if reduction.op is ReduceOp.ADASUM:
             raise ValueError("op=hvd.Adasum cannot be used with virtual ranks; use hvd.Average")
         check_op(strategy, reduction.op)
+        super().__init__(label, Signature())
         self.parameters: tuple[Parameter, ...] = ()
         self.buffers: tuple[Parameter, ...] = ()
         self.strategy = strategy
@@ -156,9 +163,9 @@ class VirtualExchange:
         self.exchanges = 0
         self.loaded = False
         self.start = Signature()
-        self._label = label
         self.check = check
         self.played: frozenset[int] = frozenset()
+        self._snapshot: Snapshot | None = None
         self.connect()
 
     def connect(self) -> None:
@@ -170,20 +177,14 @@ class VirtualExchange:
             *plan_for(self.parameters, self.strategy, settings),
             *([len(self.parameters) + number for number in members] for members in of_buffers),
         ]
-        self.signature = Signature(
-            (
-                ("the number of virtual ranks", self.size),
-                *describe_exchange(self.parameters, self.strategy, self.reduction, settings),
-                ("the buffers", [(b.name, b.shape, b.dtype.name) for b in self.buffers]),
-            )
+        entries = (
+            ("the number of virtual ranks", self.size),
+            *describe_exchange(self.parameters, self.strategy, self.reduction, settings),
+            ("the buffers", [(b.name, b.shape, b.dtype.name) for b in self.buffers]),
         )
+        self.sign(Signature(entries))
         self.buckets.clear()
         self.parts.clear()
-
-    def gradient_buckets(self, rank: int) -> list[GradientBucket]:
-        """Return the buckets of a virtual rank without those of buffers, which come last."""
-        many = zip(self.plan, self.buckets[rank], strict=True)
-        return [bucket for members, bucket in many if members[0] < len(self.parameters)]
 
     def _make_buckets(self, rank: int) -> list[GradientBucket]:
         state = self.states.setdefault(rank, StrategyState())
@@ -191,7 +192,7 @@ class VirtualExchange:
         made = []
         for index, members in enumerate(self.plan):
             own = [described[number] for number in members]
-            name = f"{self._label}: bucket {index} of virtual rank {rank}"
+            name = f"{self.name}: bucket {index} of virtual rank {rank}"
             if members[0] < len(self.parameters):
                 arrays = Bucket(own, self.reduction, np.empty, state)
                 bucket = GradientBucket(name, self.signature, arrays, self.strategy.choose(own[0]))
@@ -305,14 +306,12 @@ class VirtualExchange:
             HorovodInternalError: the processes disagree, what a strategy remembers of a virtual
                 rank is lost, or communication failed. The next step begins anew.
         """
-        snapshot = None
-        if self.check is not None and len(self._engine.gradients.members) > 1:
-            snapshot = self.check.begin(self._engine.gradients, self._engine.settings)
-        keeps_copies = self._engine.supervisor.survives
+        lane, self._snapshot = self._engine.gradients, None
+        if self.check is not None and len(lane.members) > 1:
+            self._snapshot = self.check.begin(lane, self._engine.settings)
         while True:
-            operation = _Exchange(self, snapshot, keeps_copies)
             try:
-                outcome: Outcome = self._engine.gradients.run(operation)
+                outcome: Outcome = lane.run(self)
             except BaseException:
                 self.parts.clear()
                 raise
@@ -320,24 +319,124 @@ class VirtualExchange:
                 break
             # Others compute the parts that are missing.
         if outcome.added is None:
-            self.exchanges = operation.exchanges
+            self.exchanges, self.copies = outcome.exchanges, dict(outcome.copies)
+            self.loaded = False
             self.played = frozenset(self.parts)
             self.states = {rank: self.states[rank] for rank in self.played}
             self.buckets = {rank: self.buckets[rank] for rank in self.played}
-            self.copies = operation.copies
-            self.loaded = False
             self.parts.clear()
-            if operation.refusal is not None:
-                raise operation.refusal
-            status.count_step((self._label, hash(self.parameters)))
+            if outcome.refusal is not None:
+                raise outcome.refusal
+            status.count_step((self.name, hash(self.parameters)))
             if self.check is not None:
                 self.check.end()
         return outcome
 
-    def report(self, replica: bytes = b"") -> Report:
-        """Return what this process tells the others."""
-        held = self.played.union(self.copies)
-        return Report(self.parts, self.exchanges, held, self.loaded, self.start.digest, replica)
+    def _buckets(self) -> Iterator[GradientBucket]:
+        """Yield the buckets of gradients that have been computed here."""
+        for rank in self.parts:
+            for members, bucket in zip(self.plan, self.buckets[rank], strict=True):
+                if members[0] < len(self.parameters):
+                    yield bucket
+
+    def contribution(self, name: str) -> str:
+        """Return the name of the first gradient, or of that of the name, of the first part here."""
+        return next(filter(None, (bucket.contribution(name) for bucket in self._buckets())), "")
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a gradient of the first virtual rank that has it here."""
+        next(each for each in self._buckets() if each.contribution(name)).corrupt(name, value)
+
+    def protect(self) -> None:
+        for bucket in self._buckets():
+            bucket.protect()
+
+    def restore(self) -> None:
+        for bucket in self._buckets():
+            bucket.restore()
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
+        """Exchange all parts, if no one is missing."""
+        reports = self.gather_reports(transport)
+        done = [[*sorted(each.parts)] for each in reports]
+        missing = sorted(set(range(self.size)) - set(itertools.chain(*done)))
+        if missing:
+            return Outcome(distribute(missing, done)[transport.rank])
+        digests = [each.replica for each in reports]
+        if any(digests):
+            replicas.compare(digests, self._snapshot, transport)
+        before = max(each.exchanges for each in reports)
+        if self.strategy.stateful and before:
+            self._move_states(transport, reports)
+        if len({each.start for each in reports}) > 1:
+            _refuse_start(self.start, transport)
+        computed = {rank: part for each in reports for rank, part in each.parts.items()}
+        ranks = VirtualRanks(transport, done)
+
+        def exchange(virtual: VirtualTransport) -> None:
+            for number, bucket in enumerate(self.buckets[virtual.rank]):
+                payloads = [computed[rank].payloads[number] for rank in range(self.size)]
+                bucket.execute(virtual, payloads)
+
+        refusal: GradientError | None = None
+        try:
+            ranks.run(exchange)
+        except GradientError as error:  # the same on all processes
+            text = f"the ranks are virtual ranks here: {error}"
+            refusal = type(error)(text).with_traceback(error.__traceback__)
+        copies = self._copy_states(transport, ranks)
+        first = len(self.parameters)
+        averages: list[Any] = [None] * (first + len(self.buffers))
+        for members, bucket in zip(self.plan, self.buckets[ranks.own[0]], strict=True):
+            for position, number in enumerate(members):
+                if position not in bucket.arrays.absent:
+                    averages[number] = bucket.arrays.result_slot(position)
+        axes = {number: each for part in computed.values() for number, each in part.axes.items()}
+        gradients, buffers = averages[:first], averages[first:]
+        return Outcome(None, gradients, buffers, axes, before + 1, copies, refusal)
+
+    def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
+        """Get what strategies remember of virtual ranks that others have played before."""
+        holders = self.find_holders(reports)
+        wanted: list[dict[int, Any]] = [{} for _ in reports]
+        moves = False
+        for process, each in enumerate(reports):
+            for rank in each.parts:
+                if process not in holders[rank]:
+                    moves = True
+                    if holders[rank][0] == transport.rank:
+                        wanted[process][rank] = self.state_of(rank)
+                elif process == transport.rank and rank not in self.played:
+                    self.states[rank].load_state_dict(self.copies[rank])
+        if moves:
+            for rank, state in _merged(_exchange_objects(transport, wanted)).items():
+                self.states[rank].load_state_dict(state)
+
+    def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
+        """Send what strategies remember to the next processes; return what others have sent.
+
+        This is only done where ranks may die, and others go on.
+        """
+        keeps_copies = self._engine.supervisor.survives and transport.size > 1
+        if not (self.strategy.stateful and keeps_copies):
+            return {}
+        pieces: list[dict[int, Any]] = [{} for _ in range(transport.size)]
+        own = {rank: self.states[rank].state_dict() for rank in ranks.own}
+        for distance in range(1, min(COPIES + 1, transport.size)):
+            pieces[(transport.rank + distance) % transport.size] = own
+        return _merged(_exchange_objects(transport, pieces))
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Return the virtual ranks of which this process has what strategies remember."""
+        return self.played.union(self.copies)
+
+    def gather_reports(self, transport: Transport) -> list[Report]:
+        """Send this process's report, and return those of all; collective."""
+        replica = b"" if self._snapshot is None else self._snapshot.digest
+        start = self.start.digest
+        own = Report(self.parts, self.exchanges, self.held, self.loaded, start, replica)
+        return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
     def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
@@ -376,7 +475,7 @@ class VirtualExchange:
             "size": self.size,
             "step": turns_of(self.size).step,
             "exchanges": self.exchanges,
-            "compression": {rank: self.state_of(rank) for rank in sorted(self.report().held)},
+            "compression": {rank: self.state_of(rank) for rank in sorted(self.held)},
         }
         return {"virtual": virtual}
 
@@ -443,119 +542,6 @@ class VirtualExchange:
         self.copies = {r: state for r, state in states.items() if r not in self.played}
 
 
-class _Exchange(Operation):
-    """An attempt to exchange all parts of a step.
-
-    Args:
-        keeps_copies: whether each process keeps a copy of what another one's strategies remember.
-
-    Attributes:
-        exchanges: completed ones, after this one.
-        copies: as in `VirtualExchange`, after this exchange.
-        refusal: why the averages are refused; None: they are not. Strategies have remembered what
-            they sent all the same, so the exchange is complete.
-    """
-
-    def __init__(
-        self, owner: VirtualExchange, snapshot: Snapshot | None, keeps_copies: bool
-    ) -> None:
-        super().__init__(owner._label, owner.signature)
-        self._owner = owner
-        self._snapshot = snapshot
-        self._keeps_copies = keeps_copies
-        self.exchanges = owner.exchanges
-        self.copies: States = {}
-        self.refusal: GradientError | None = None
-
-    def _buckets(self) -> Iterator[GradientBucket]:
-        for rank in self._owner.parts:
-            yield from self._owner.gradient_buckets(rank)
-
-    def contribution(self, name: str) -> str:
-        """Return the name of the first gradient, or of that of the name, of the first part here."""
-        return next(filter(None, (bucket.contribution(name) for bucket in self._buckets())), "")
-
-    def corrupt(self, name: str, value: float) -> None:
-        """Set the first entry of a gradient of the first virtual rank that has it here."""
-        next(each for each in self._buckets() if each.contribution(name)).corrupt(name, value)
-
-    def protect(self) -> None:
-        for bucket in self._buckets():
-            bucket.protect()
-
-    def restore(self) -> None:
-        for bucket in self._buckets():
-            bucket.restore()
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
-        """Exchange all parts, if no one is missing."""
-        owner = self._owner
-        reports = _report(owner, transport, self._snapshot)
-        done = [[*sorted(each.parts)] for each in reports]
-        missing = sorted(set(range(owner.size)) - set(itertools.chain(*done)))
-        if missing:
-            return Outcome(distribute(missing, done)[transport.rank])
-        digests = [each.replica for each in reports]
-        if any(digests):
-            replicas.compare(digests, self._snapshot, transport)
-        before = max(each.exchanges for each in reports)
-        if owner.strategy.stateful and before:
-            self._move_states(transport, reports)
-        if len({each.start for each in reports}) > 1:
-            _refuse_start(owner.start, transport)
-        computed = {rank: part for each in reports for rank, part in each.parts.items()}
-        ranks = VirtualRanks(transport, done)
-
-        def exchange(virtual: VirtualTransport) -> None:
-            for number, bucket in enumerate(owner.buckets[virtual.rank]):
-                payloads = [computed[rank].payloads[number] for rank in range(owner.size)]
-                bucket.execute(virtual, payloads)
-
-        try:
-            self.refusal = None
-            ranks.run(exchange)
-        except GradientError as error:  # the same on all processes
-            text = f"the ranks are virtual ranks here: {error}"
-            self.refusal = type(error)(text).with_traceback(error.__traceback__)
-        self.exchanges = before + 1
-        if owner.strategy.stateful and self._keeps_copies and transport.size > 1:
-            self.copies = self._copy_states(transport, ranks)
-        first = len(owner.parameters)
-        averages: list[Any] = [None] * (first + len(owner.buffers))
-        for members, bucket in zip(owner.plan, owner.buckets[ranks.own[0]], strict=True):
-            for position, number in enumerate(members):
-                if position not in bucket.arrays.absent:
-                    averages[number] = bucket.arrays.result_slot(position)
-        axes = {number: each for part in computed.values() for number, each in part.axes.items()}
-        return Outcome(None, averages[:first], averages[first:], axes)
-
-    def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
-        """Get what strategies remember of virtual ranks that others have played before."""
-        owner = self._owner
-        holders = owner.find_holders(reports)
-        wanted: list[dict[int, Any]] = [{} for _ in reports]
-        moves = False
-        for process, each in enumerate(reports):
-            for rank in each.parts:
-                if process not in holders[rank]:
-                    moves = True
-                    if holders[rank][0] == transport.rank:
-                        wanted[process][rank] = owner.state_of(rank)
-                elif process == transport.rank and rank not in owner.played:
-                    owner.states[rank].load_state_dict(owner.copies[rank])
-        if moves:
-            for rank, state in _merged(_exchange_objects(transport, wanted)).items():
-                owner.states[rank].load_state_dict(state)
-
-    def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
-        """Send what strategies remember to the next processes; return what others have sent."""
-        pieces: list[dict[int, Any]] = [{} for _ in range(transport.size)]
-        own = {rank: self._owner.states[rank].state_dict() for rank in ranks.own}
-        for distance in range(1, min(COPIES + 1, transport.size)):
-            pieces[(transport.rank + distance) % transport.size] = own
-        return _merged(_exchange_objects(transport, pieces))
-
-
 class _Consolidation(Operation):
     """The exchange of what strategies remember of all virtual ranks.
 
@@ -569,18 +555,10 @@ class _Consolidation(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
         """Return the states of all virtual ranks that any process has."""
-        holders = self._owner.find_holders(_report(self._owner, transport))
+        holders = self._owner.find_holders(self._owner.gather_reports(transport))
         own = [rank for rank, processes in holders.items() if processes[:1] == [transport.rank]]
         sent = {rank: self._owner.state_of(rank) for rank in own}
         return _merged(_exchange_objects(transport, [sent] * transport.size))
-
-
-def _report(
-    owner: VirtualExchange, transport: Transport, snapshot: Snapshot | None = None
-) -> list[Report]:
-    """Send this process's report, and return those of all; collective."""
-    own = owner.report(b"" if snapshot is None else snapshot.digest)
-    return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
 
 def _merged(states: Iterable[States]) -> States:
