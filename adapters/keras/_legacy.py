@@ -159,8 +159,7 @@ class DistributedLegacy(Distributed):
         if options.passes == 1:
             return step(pairs)
         if synchronizer.pass_counter is None:
-            synchronizer.pass_counter = PassCounter(options.passes, options.average_passes)
-        synchronizer.pass_counter.build(variables)
+            synchronizer.pass_counter = PassCounter(options, variables)
         self._build_variables(variables)
         # As in Keras 3, each pass counts as an iteration.
         done = synchronizer.pass_counter.run(pairs, step, lambda: self.iterations.assign_add(1))
@@ -192,20 +191,14 @@ class DistributedLegacy(Distributed):
 
 
 class PassCounter:
-    """Accumulates gradients and makes a step in every n-th pass."""
+    """Accumulates gradients of these variables and makes a step in every n-th pass."""
 
-    def __init__(self, passes: int, average: bool) -> None:
-        self._passes = passes
-        self._divisor = passes if average else 1
-        self._sums: list[tf.Variable] = []
-        self._pending: set[int] = set()
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Create the variables for the gradients of these variables, outside of any graph."""
+    def __init__(self, options: Options, variables: Sequence[Any]) -> None:
         refuse_session("backward_passes_per_step")
-        if self._sums:
-            return
-        with tf.init_scope():
+        self._passes = options.passes
+        self._divisor = options.passes if options.average_passes else 1
+        self._pending: set[int] = set()
+        with tf.init_scope():  # outside of any graph
             self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._sums = [
                 tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)

@@ -113,7 +113,7 @@ class Backend:
                 values,
                 _REMEDY,
                 lambda: replica.uncompared,
-                _to_array,
+                to_array,
                 lambda: 1 if all(each.value.is_cpu for each in variables) else _GPU_STRIDE,
             )
         return self._checks[parameters]
@@ -138,14 +138,9 @@ class Backend:
 connect = Backend
 
 
-def _find(variable: Any) -> Any:
-    """View a variable as an array; on another device as a tensor, of which rows are copied."""
-    tensor = variable.value.detach()
-    return to_array(tensor) if tensor.is_cpu else tensor
-
-
-def _to_array(rows: Any) -> Any:
-    return to_array(rows) if isinstance(rows, torch.Tensor) else rows
+def _find(variable: Any) -> torch.Tensor:
+    tensor: torch.Tensor = variable.value.detach()
+    return tensor
 
 
 def unconverted(function: _Function) -> _Function:

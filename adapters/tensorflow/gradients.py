@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives
 from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
@@ -119,14 +118,12 @@ class GradientAllreduce:
             for number, position in enumerate(spec.dense)
             if (gradient := gradients[position]) is not None
         }
-        checks = self.checks if options.replicates else None
-        check = None if checks is None else checks.of(sources, process_set, spec.label)
         reduced: list[Gradient] = [None] * len(gradients)
-        earlier: list[tf.Tensor] = []
-        given = None
-        if checks is not None and check is not None and not tf.executing_eagerly():
-            given = checks.given(sources, process_set, spec.label)
-            earlier = [] if given else _updates_before(check, checks, sources)
+        check, given, earlier = None, None, list[tf.Tensor]()
+        if self.checks is not None and options.replicates:
+            check, given = self.checks.of(sources, process_set, spec.label)
+            if check is not None and given is None and not tf.executing_eagerly():
+                earlier = _updates_before(check, self.checks, sources)
         plan = plan_for(spec.in_buckets, spec.strategy, settings)
         leaves_out = self.leaves_out and settings.not_finite == "skip"
         exchange = _BucketExchange(spec, plan, check, given, leaves_out)
@@ -137,7 +134,14 @@ class GradientAllreduce:
             for number, gradient in exchange.run(dense, weight).items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
-                reduced[position] = _gather(spec, position, gradient)
+                name = f"{spec.label}: {spec.parameters[position].name!r}"
+                indices = tf.cast(gradient.indices, tf.int64)
+                reduced[position] = allreduce(
+                    tf.IndexedSlices(gradient.values, indices, gradient.dense_shape),
+                    op=options.reduction.op,
+                    name=name,
+                    process_set=process_set,
+                )
         # A session orders nothing by variables, and gives the exchange the values to compare.
         if check is not None and given is None and not tf.executing_eagerly():
             _hold_updates(sources, reduced)
@@ -463,25 +467,3 @@ def _split(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tens
         return [tensor]
     parts = tf.split(tensor, [math.prod(shape) for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _gather(spec: ExchangeSpec, position: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    parameter = spec.parameters[position]
-    name = f"{spec.label}: {parameter.name!r}"
-    process_set, reduction = spec.process_set, spec.reduction
-
-    def gather(values: Any, indices: Any) -> list[Any]:
-        # As one unit: should a rank die, both are from the same ranks.
-        both = collectives.grouped_allgather_async(
-            [values, indices], name, with_rows=True, process_set=process_set
-        )
-        (all_values, rows, _), (all_indices, *_) = both.wait()
-        return [reduction.combined(len(rows)).apply(all_values), all_indices]
-
-    specs = [
-        tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),
-        tf.TensorSpec((None,), tf.int64),
-    ]
-    indices = tf.cast(gradient.indices, tf.int64)
-    gathered = run(gather, [gradient.values, indices], specs, process_set)
-    return tf.IndexedSlices(*gathered, gradient.dense_shape)

@@ -16,7 +16,7 @@ from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.gradients import Gradient, densified
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import run, value_of
-from hvdlite.tensorflow.variables import WeakVariablesDict, parameters_of
+from hvdlite.tensorflow.variables import parameters_of
 
 _FORGOTTEN = (
     "the step before has not ended, so ranks would train apart; with a schedule, call "
@@ -211,16 +211,10 @@ class TapeSteps:
 
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of some variables so far, dropped with the first of the variables."""
-        o = self._options
-
-        def make() -> LocalSteps:
-            steps = LocalSteps(o, self._label)
+        state = exchange_state(variables)
+        if state.steps is None or state.steps.options != self._options:
+            steps = LocalSteps(self._options, self._label)
             steps.add(parameters_of(variables))
-            exchange_state(variables).follow(steps)
-            return steps
-
-        same = o.schedule, o.strategy, o.reduction, self._label, o.process_set
-        return _steps.of([value_of(variable) for variable in variables], make, *same)
-
-
-_steps: WeakVariablesDict[LocalSteps] = WeakVariablesDict()
+            state.follow(steps)
+        found: LocalSteps = state.steps
+        return found

@@ -96,44 +96,39 @@ class ReplicaChecks:
     """
 
     replica: OptimizerReplica = field(default_factory=OptimizerReplica)
-    _checks: WeakVariablesDict[ReplicaCheck] = field(default_factory=WeakVariablesDict, init=False)
-    _given: WeakVariablesDict[GivenWeights] = field(default_factory=WeakVariablesDict, init=False)
+    _checks: WeakVariablesDict[tuple[ReplicaCheck, GivenWeights | None]] = field(
+        default_factory=WeakVariablesDict, init=False
+    )
 
     def of(
         self, sources: Sequence[Any], process_set: ProcessSet, label: str = ""
-    ) -> ReplicaCheck | None:
+    ) -> tuple[ReplicaCheck | None, GivenWeights | None]:
         """Return the comparison of some variables; None: there is nothing to compare.
 
+        With it comes what keeps weights that a graph for a session gives; None: it is another one.
         Exchanges of different labels may overlap in a graph for a session, in an order of its own
         on each rank, so there each label has a comparison and a count of steps of its own.
         """
         inner = [value_of(source) for source in sources]
         variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
         if not variables:
-            return None
+            return None, None
         stride = _GPU_STRIDE if any(map(_is_on_gpu, variables)) else 1
         replica = self.replica
 
-        def make() -> ReplicaCheck:
-            return ReplicaCheck(
+        def make() -> tuple[ReplicaCheck, GivenWeights | None]:
+            given = GivenWeights(sources) if for_session() else None
+            check = ReplicaCheck(
                 replica.options,
-                self.given(sources, process_set, label) or self._lister(sources),
+                given or self._lister(sources),
                 _REMEDY,
                 lambda: replica.uncompared,
                 stride=lambda: stride,
             )
+            return check, given
 
         own = [label] if for_session() else []
         return self._checks.of(variables, make, id(process_set), *own)
-
-    def given(
-        self, sources: Sequence[Any], process_set: ProcessSet, label: str
-    ) -> GivenWeights | None:
-        """Return what keeps weights that a graph for a session gives; None: it is another one."""
-        if not for_session():
-            return None
-        inner = [value_of(source) for _, source in _named_variables(sources)]
-        return self._given.of(inner, lambda: GivenWeights(sources), id(process_set), label)
 
     def option_variables(self) -> list[tf.Variable]:
         """Return the variables that are options of the optimizer."""

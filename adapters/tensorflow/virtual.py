@@ -127,7 +127,7 @@ class VirtualSteps(GradientPath):
         pairs = enumerate(zip(values, begins, strict=True))
         changed = [number for number, pair in pairs if not np.array_equal(*pair)]
         exchange.follow(parameters, self._buffers.parameters)
-        exchange.check = self._checks.of(self._compared, global_process_set)
+        exchange.check, _ = self._checks.of(self._compared, global_process_set)
         self._buffers.end_part()
         self.stepped = False
         outcome = None

@@ -89,6 +89,7 @@ class LocalSteps:
     """
 
     def __init__(self, options: Options, label: str) -> None:
+        self.options = options
         self.schedule = cast(LocalSchedule, options.schedule)
         self.label = label
         self.process_set = options.process_set
