@@ -88,7 +88,7 @@ class DistributedLegacy(Distributed):
             pairs = self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
         else:
             raise ValueError(f"{type(self).__name__} takes no grad_loss; leave it out")
-        return _paired(self._hvdlite.reduce_early, pairs)
+        return _reduced_early(self._hvdlite, pairs)
 
     @unconverted
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -119,27 +119,27 @@ class DistributedLegacy(Distributed):
                 Average, a schedule, accumulation, or local variables whose gradients are divided
                 by the number of ranks.
         """
-        synchronizer, pairs = self._hvdlite, list(grads_and_vars)
-        options = synchronizer.options
+        synchronizer, options = self._hvdlite, self._hvdlite.options
+        gradients, variables = _separated(grads_and_vars)
         synchronizer.check_batch_size(batch_size, options.passes > 1)
-        exchanged = synchronizer.is_suspended or synchronizer.are_reduced(
-            [gradient for gradient, _ in pairs], batch_size
-        )
-        apply = super().apply_gradients  # type: ignore[misc]
-        variables = [variable for _, variable in pairs]
+        exchanged = synchronizer.is_suspended or synchronizer.are_reduced(gradients, batch_size)
+        apply_pairs = super().apply_gradients  # type: ignore[misc]
 
-        def step(pairs: _Pairs) -> Any:
+        def apply(gradients: Sequence[Any]) -> Any:
+            return apply_pairs(list(zip(gradients, variables, strict=True)), *args, **kwargs)
+
+        def step(gradients: list[Any]) -> Any:
             if not exchanged:
-                pairs = _paired(synchronizer.reduce, pairs, batch_size)
-            finite = synchronizer.are_finite([gradient for gradient, _ in pairs], variables)
+                gradients = synchronizer.reduce(gradients, variables, batch_size)
+            finite = synchronizer.are_finite(gradients, variables)
             if finite is True:
-                with after([gradient for gradient, _ in pairs]):
-                    return apply(pairs, *args, **kwargs)
+                with after(gradients):
+                    return apply(gradients)
             refuse_session("HVDLITE_NOT_FINITE=skip")
             self._build_variables(variables)  # which is impossible inside a branch
 
             def act() -> tf.Tensor:
-                apply(pairs, *args, **kwargs)
+                apply(gradients)
                 return tf.constant(True)
 
             return result(tf.cond(finite, act, lambda: tf.constant(False)))
@@ -150,20 +150,15 @@ class DistributedLegacy(Distributed):
 
         if synchronizer.path is not None:
             self._build_variables(variables)
-            return synchronizer.path.step(
-                [gradient for gradient, _ in pairs],
-                variables,
-                batch_size,
-                lambda chosen: apply(list(zip(chosen, variables, strict=True)), *args, **kwargs),
-            )
+            return synchronizer.path.step(gradients, variables, batch_size, apply)
         if options.passes == 1:
-            return step(pairs)
+            return step(gradients)
         if synchronizer.pass_counter is None:
             synchronizer.pass_counter = PassCounter(options, variables)
         self._build_variables(variables)
         # As in Keras 3, each pass counts as an iteration.
-        done = synchronizer.pass_counter.run(pairs, step, lambda: self.iterations.assign_add(1))
-        return result(done)
+        skip = functools.partial(self.iterations.assign_add, 1)
+        return result(synchronizer.pass_counter.run(gradients, step, skip))
 
     def _build_variables(self, variables: list[Any]) -> None:
         """Create the optimizer's variables, which is impossible inside a branch of a graph."""
@@ -206,13 +201,16 @@ class PassCounter:
             ]
 
     def run(
-        self, pairs: _Pairs, step: Callable[[_Pairs], Any], skip: Callable[[], Any]
+        self,
+        gradients: Sequence[Any],
+        step: Callable[[list[Any]], Any],
+        skip: Callable[[], Any],
     ) -> tf.Tensor:
         """Accumulate gradients; then make a step on the result, or skip the step.
 
         Args:
-            pairs: Gradients, which may be None, and variables, the same in every pass.
-            step: Makes a step on such pairs.
+            gradients: Those of the variables, which may be None.
+            step: Makes a step on such gradients.
             skip: Called instead of ``step``.
 
         Returns:
@@ -221,26 +219,23 @@ class PassCounter:
         eager = tf.executing_eagerly()
         if not eager:
             self._pending.clear()
-        for number, (gradient, _) in enumerate(pairs):
+        for number, gradient in enumerate(gradients):
             if gradient is not None:
                 self._pending.add(number)
                 self._sums[number].assign_add(tf.convert_to_tensor(gradient))
         complete = self._count.assign_add(1) % self._passes == 0
 
         def act() -> tf.Tensor:
-            step([(self._take(number), variable) for number, (_, variable) in enumerate(pairs)])
+            step(list(map(self._take, range(len(gradients)))))
             return tf.constant(True)
 
         def wait() -> tf.Tensor:
             skip()
             return tf.constant(False)
 
-        if not eager:
-            return tf.cond(complete, act, wait)
-        if not complete:
-            return wait()
-        stepped = act()
-        self._pending.clear()
+        stepped = tf.cond(complete, act, wait)
+        if eager and stepped:
+            self._pending.clear()
         return stepped
 
     def _take(self, number: int) -> tf.Tensor | None:
@@ -253,11 +248,15 @@ class PassCounter:
         return result
 
 
-def _paired(reduce: Callable[..., list[Any]], pairs: _Pairs, *args: Any) -> _Pairs:
-    """Return pairs of gradients and variables with their gradients reduced."""
-    variables = [variable for _, variable in pairs]
-    reduced = reduce([gradient for gradient, _ in pairs], variables, *args)
-    return list(zip(reduced, variables, strict=True))
+def _separated(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    """Return the gradients and the variables of pairs."""
+    listed = list(pairs)
+    return [gradient for gradient, _ in listed], [variable for _, variable in listed]
+
+
+def _reduced_early(synchronizer: Synchronizer, pairs: Iterable[tuple[Any, Any]]) -> _Pairs:
+    gradients, variables = _separated(pairs)
+    return list(zip(synchronizer.reduce_early(gradients, variables), variables, strict=True))
 
 
 def _inner(optimizer: Any) -> Any:
@@ -307,9 +306,8 @@ def _with_reduction(original: Any) -> Any:
         inner = self.inner_optimizer
         if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
             return original(self, grads_and_vars, *args, **kwargs)
-        synchronizer, pairs = inner._hvdlite, list(grads_and_vars)
-        batch_size = kwargs.pop("batch_size", None)
-        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        synchronizer, batch_size = inner._hvdlite, kwargs.pop("batch_size", None)
+        gradients, variables = _separated(grads_and_vars)
         accumulates = synchronizer.options.passes > 1
         with synchronizer.reduced(gradients, variables, batch_size, accumulates) as reduced:
             return original(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
@@ -330,7 +328,7 @@ def _with_early_reduction(original: Any) -> Any:
         with synchronizer.suspended():
             found = list(original(self, *args, **kwargs))
         if found and isinstance(found[0], tuple):
-            return _paired(synchronizer.reduce_early, found)
+            return _reduced_early(synchronizer, found)
         params = kwargs["params"] if "params" in kwargs else args[1]
         return synchronizer.reduce_early(found, tf.nest.flatten(params))
 

@@ -13,7 +13,7 @@ import torch
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine, runtime
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
+from hvdlite.gradients.keras_exchange import LABEL, Backend, Synchronizer
 from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.plan import describe_sources
@@ -30,7 +30,7 @@ _GPU_STRIDE = 16
 _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
 
-class Backend:
+class TorchBackend(Backend):
     """The exchange of PyTorch's gradients and tensors."""
 
     owner = "keras.torch"
@@ -54,7 +54,6 @@ class Backend:
         variables: Sequence[Any],
         batch_size: Any = None,
     ) -> list[torch.Tensor | None]:
-        """Return the gradients reduced over all ranks; None where no rank has one."""
         samples = checked_samples(batch_size)
         if samples is not None:
             check_weighted(self._options.reduction.op)
@@ -78,17 +77,14 @@ class Backend:
         ]
 
     def are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether all gradients are finite."""
         return all(each is None or bool(each.isfinite().all()) for each in gradients)
 
     def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient, or None, divided by the number of ranks."""
         if gradient is None:
             return None
         return gradient / runtime.engine(self._options.process_set).size
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
-        """Return unique names, shapes and dtypes of variables."""
         names = unique(variable.path for variable in variables)
         return tuple(
             Parameter(name, tuple(variable.value.shape), dtype_of(variable.value.dtype))
@@ -135,7 +131,7 @@ class Backend:
         return exchanges[parameters]
 
 
-connect = Backend
+connect = TorchBackend
 
 
 def _find(variable: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hvdlite.engine import Engine, runtime
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.keras_exchange import Backend
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.gradients.plan import describe_sources, plan_for
@@ -46,8 +47,8 @@ _SMALL = 2**16
 
 
 @dataclass(frozen=True, eq=False)
-class GradientAllreduce:
-    """Reduces the gradients of any list of sources over all ranks; a `Backend` of Keras.
+class GradientAllreduce(Backend):
+    """Reduces the gradients of any list of sources over all ranks.
 
     Dense gradients travel in buckets. ``tf.IndexedSlices`` are gathered, unless they are to be
     exchanged as dense gradients. A source without a gradient counts as zeros if another rank has
@@ -59,7 +60,6 @@ class GradientAllreduce:
         checks: Compare the sources across ranks, unless these may differ.
         leaves_out: Whether the caller, with ``HVDLITE_NOT_FINITE=skip``, leaves out steps whose
             averages are not finite; otherwise they are an error then.
-        owner: Keras here, as of `hvdlite.gradients.options.gradient_path`.
     """
 
     options: Options
@@ -67,7 +67,7 @@ class GradientAllreduce:
     state: StrategyState | None = None
     checks: ReplicaChecks | None = None
     leaves_out: bool = False
-    owner: ClassVar[str] = "keras.tensorflow"
+    owner: ClassVar = "keras.tensorflow"
 
     @unconverted
     def reduce(
@@ -148,7 +148,6 @@ class GradientAllreduce:
         return reduced
 
     def divide_by_size(self, gradient: Gradient) -> Gradient:
-        """Return a gradient, or None, divided by the number of ranks."""
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -157,12 +156,10 @@ class GradientAllreduce:
         return gradient / tf.cast(set_size(self.options.process_set), gradient.dtype)
 
     def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
-        """Return whether all dense gradients are finite, a bool tensor."""
         dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.dtype.is_floating]
         return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
-        """Return names, shapes and dtypes of variables."""
         return parameters_of(variables)
 
 

@@ -15,6 +15,7 @@ from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.gradients import Gradient, densified
 from hvdlite.tensorflow.graphs import refuse_session
+from hvdlite.tensorflow.rank_ops import integer
 from hvdlite.tensorflow.tensors import run, value_of
 from hvdlite.tensorflow.variables import parameters_of
 
@@ -79,7 +80,7 @@ class VariableSteps:
             reduced = reduce()
             return [reduced[number] for number in here]
 
-        is_local = self._ask(lambda: self.steps.is_local)
+        is_local = integer(lambda: self.steps.is_local, self.steps.process_set) > 0
         local = [own[number] for number in here]
         chosen = tf.cond(is_local, lambda: of_this_rank(local), of_all_ranks)
         result: list[Gradient] = [None] * len(own)
@@ -89,7 +90,7 @@ class VariableSteps:
 
     def end(self) -> None:
         """Count a step, after it has changed the variables, and exchange them if that is due."""
-        due = self._ask(self.steps.count)
+        due = integer(self.steps.count, self.steps.process_set) > 0
         if not tf.executing_eagerly():
             tf.cond(due, self._exchange, lambda: tf.constant(False))
         elif due:
@@ -98,12 +99,6 @@ class VariableSteps:
     def average(self) -> None:
         """Average all variables now."""
         self._update(self.steps.average)
-
-    def _ask(self, question: Callable[[], bool]) -> tf.Tensor:
-        def answer() -> list[Any]:
-            return [np.bool_(question())]
-
-        return run(answer, [], [tf.TensorSpec((), tf.bool)], self.steps.process_set)[0]
 
     def _exchange(self) -> tf.Tensor:
         self._update(self.steps.exchange)

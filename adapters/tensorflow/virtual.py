@@ -89,14 +89,7 @@ class VirtualSteps(GradientPath):
             self._generators = generators()
         states = [value_of(generator.state) for generator in self._generators]
 
-        def end_part(*arrays: Any) -> list[Any]:
-            given = dict(zip(here, arrays, strict=False))
-            rest = arrays[len(here) :]
-            values, before = rest[: len(buffers)], rest[len(buffers) : 2 * len(buffers)]
-            count = int(arrays[-1]) if counts else None
-            whole = [given.get(number) for number in range(len(parameters))]
-            return self._end_part(parameters, whole, values, before, count)
-
+        end_part = functools.partial(self._end_part, parameters, here, bool(counts))
         reads = [read(variable) for variable in (*buffers, *begins)]
         results_like = [*own, *reads[: len(buffers)], *states]
         specs = [tf.TensorSpec((), tf.bool), *map(like, results_like)]
@@ -108,24 +101,31 @@ class VirtualSteps(GradientPath):
         averages: list[Any] = [None] * len(parameters)
         for number, average in zip(here, results, strict=False):
             averages[number] = average
-        if not tf.executing_eagerly():
-            tf.cond(complete, lambda: _done(apply(averages)), lambda: tf.constant(False))
-        elif bool(complete):
+
+        def update() -> tf.Tensor:
             apply(averages)
+            return tf.constant(True)
+
+        tf.cond(complete, update, lambda: tf.constant(False))
 
     def _end_part(
-        self,
-        parameters: Sequence[Parameter],
-        gradients: Sequence[Any],
-        values: Sequence[Any],
-        begins: Sequence[Any],
-        samples: int | None,
+        self, parameters: Sequence[Parameter], here: list[int], is_weighted: bool, *arrays: Any
     ) -> list[Any]:
-        """Return whether the step is complete, averages or zeros, and what buffers begin with."""
-        exchange = self.exchange
-        here = [number for number, each in enumerate(gradients) if each is not None]
+        """Return whether the step is complete, averages or zeros, and what buffers begin with.
+
+        Args:
+            here: The numbers of the parameters that have a gradient.
+            arrays: These gradients; what buffers hold, and what they have begun with; and the
+                number of samples, if gradients are weighted by it.
+        """
+        exchange, count = self.exchange, len(self._buffers.parameters)
+        own = dict(zip(here, arrays, strict=False))
+        values = arrays[len(here) :][:count]
+        begins: Sequence[Any] = arrays[len(here) + count :][:count]
+        samples = int(arrays[-1]) if is_weighted else None
         pairs = enumerate(zip(values, begins, strict=True))
         changed = [number for number, pair in pairs if not np.array_equal(*pair)]
+        gradients = [own.get(number) for number in range(len(parameters))]
         exchange.follow(parameters, self._buffers.parameters)
         exchange.check, _ = self._checks.of(self._compared, global_process_set)
         self._buffers.end_part()
@@ -138,7 +138,7 @@ class VirtualSteps(GradientPath):
                 raise
             tell_left_out(error)
         if outcome is None:
-            averages = [np.zeros_like(gradients[number]) for number in here]
+            averages = [np.zeros_like(own[number]) for number in here]
         else:
             foreign = [n for n, a in enumerate(outcome.averages) if a is not None and n not in here]
             if foreign:
@@ -238,7 +238,3 @@ def _note_before(layer: Any, note: weakref.WeakMethod[Any], numbers: tuple[int, 
         return original(*args, **kwargs)
 
     object.__setattr__(layer, "call", call)  # Keras would track it
-
-
-def _done(result: Any) -> tf.Tensor:
-    return tf.constant(True)

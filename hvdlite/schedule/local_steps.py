@@ -97,8 +97,6 @@ class LocalSteps:
         self.steps = 0
         self.in_step = False
         self._key = object()
-        self._strategy = options.strategy
-        self._reduction = options.reduction
         self._outer = OuterOptimizer(*self.schedule.outer)
         self._state = StrategyState()
         self._unwritten: deque[Callable[[], None]] = deque()  # the writes of the last exchange
@@ -119,9 +117,9 @@ class LocalSteps:
             ValueError: the strategy does not compute the reduction, or the reduction is undefined
                 for a parameter's dtype.
         """
-        check_op(self._strategy, self._reduction.op)
+        check_op(self.options.strategy, self.options.reduction.op)
         for parameter in parameters:
-            check(self._reduction.op, parameter.dtype)
+            check(self.options.reduction.op, parameter.dtype)
         self.parameters += parameters
         self._signature = None
         self._agreed = None
@@ -186,7 +184,7 @@ class LocalSteps:
         if self.schedule.sends_changes:
             self._outer_step(numbers, weights)
         else:
-            self._average(numbers, weights, self._strategy, self.schedule.momentum)
+            self._average(numbers, weights, self.options.strategy, self.schedule.momentum)
 
     def average(self, weights: Weights) -> None:
         """Average all weights now, to the same bits on all ranks, outside of the schedule.
@@ -234,7 +232,7 @@ class LocalSteps:
         self._unwritten.clear()
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
-        op = self._reduction.op
+        op = self.options.reduction.op
         strategy_state.load(self._state, state["compression"], op, self.process_set, is_own)
         self.in_step = False
         self._agreed = None
@@ -302,13 +300,13 @@ class LocalSteps:
 
     def _outer_step(self, numbers: Sequence[int], weights: Weights) -> None:
         parameters = [self.parameters[number] for number in numbers]
-        exchange = self._connect(parameters, self._strategy, self._reduction)
+        exchange = self._connect(parameters, self.options.strategy, self.options.reduction)
 
         def gradient(position: int) -> Any:
             name = parameters[position].name
             return self._outer.gradient(name, weights.read(numbers[position]))
 
-        before = self._state.state_dict() if self._strategy.stateful else {}
+        before = self._state.state_dict() if self.options.strategy.stateful else {}
         try:
             exchange.exchange(gradient, samples=1)
             if self.schedule.outer[1]:  # the outer momentum

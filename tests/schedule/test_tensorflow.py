@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite.tensorflow import local_steps
+from hvdlite.tensorflow import exchange_state
 from tests.keras.measures import exchanges, same_on_all_ranks
 from tests.schedule import models
 from tests.schedule.models import MOMENTUM, RATE, SHAPES
@@ -216,14 +216,14 @@ def test_ranks_with_different_schedules():
 def test_steps_are_counted_for_variables_as_long_as_they_live():
     hvd.init()
     gc.collect()
-    before = len(local_steps._steps)
+    before = len(exchange_state._states)
     training = Training(hvd.Schedule.LocalSGD(every=3))
     training.run(2)
-    assert len(local_steps._steps) == before + 1
-    assert list(local_steps._steps.values())[-1].steps == 2
+    assert len(exchange_state._states) == before + 1
+    assert list(exchange_state._states.values())[-1].steps.steps == 2
     del training
     gc.collect()
-    assert len(local_steps._steps) == before
+    assert len(exchange_state._states) == before
 
 
 @ranks(1)
