@@ -356,9 +356,10 @@ class _BucketExchange:
         parameters = self.spec.in_buckets
         wanted = [numbers for joined in runs for numbers in joined]
         shapes = [[parameters[number].shape for number in numbers] for numbers in wanted]
+        flat = [each[0] if len(each) == 1 else (sum(map(math.prod, each)),) for each in shapes]
         specs = [
-            tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
-            for each, numbers in zip(shapes, wanted, strict=True)
+            tf.TensorSpec(shape, tf.as_dtype(parameters[numbers[0]].dtype))
+            for shape, numbers in zip(flat, wanted, strict=True)
         ]
         finish = partial(self.finish, wanted, foreign if tf.executing_eagerly() else None)
         found = run(finish, [], specs, self.spec.process_set)
@@ -453,10 +454,6 @@ def _concatenate(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-
-
-def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
 
 
 def _split(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:

@@ -117,10 +117,20 @@ class ReplicaChecks:
         replica = self.replica
 
         def make() -> tuple[ReplicaCheck, GivenWeights | None]:
+            named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
             given = GivenWeights(sources) if for_session() else None
+
+            def values() -> list[tuple[str, Find]]:
+                living = [
+                    (name, found) for name, source in named if (found := source()) is not None
+                ]
+                weights = [(weight_label(name), source) for name, source in living]
+                both = *weights, *replica.state(living)
+                return [(label, partial(_find, weakref.ref(value_of(v)))) for label, v in both]
+
             check = ReplicaCheck(
                 replica.options,
-                given or self._lister(sources),
+                given or values,
                 _REMEDY,
                 lambda: replica.uncompared,
                 stride=lambda: stride,
@@ -138,19 +148,6 @@ class ReplicaChecks:
         """Return all other variables that the comparison of some variables reads."""
         named = _named_variables(sources)
         return [value_of(each) for _, each in (*named, *self.replica.state(named))]
-
-    def _lister(self, sources: Sequence[Any]) -> Callable[[], list[tuple[str, Find]]]:
-        """Return a function that lists what is compared now."""
-        named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
-        replica = self.replica
-
-        def values() -> list[tuple[str, Find]]:
-            living = [(name, found) for name, source in named if (found := source()) is not None]
-            weights = [(weight_label(name), source) for name, source in living]
-            both = *weights, *replica.state(living)
-            return [(label, partial(_find, weakref.ref(value_of(each)))) for label, each in both]
-
-        return values
 
 
 class GivenWeights:

@@ -42,8 +42,7 @@ class Scheduled(Distributed):
         """Attach the parameters that are not attached yet; the same ones on all ranks."""
         if properties_of(self._scheduled) != self._scheduled_properties:
             self._local_steps.convert(self._reducer.describe_weights(self._scheduled))
-        parameters = self._trainable()
-        fresh = [each for each in parameters if id(each) not in self._scheduled_ids]
+        fresh = [each for each in self._trainable() if id(each) not in self._scheduled_ids]
         if fresh:
             fresh = self._reducer.in_order(fresh)
             if self._local_steps.is_local:
@@ -52,14 +51,14 @@ class Scheduled(Distributed):
             self._scheduled_ids.update(map(id, fresh))
             self._local_steps.add(self._reducer.describe_weights(fresh))
         self._scheduled_properties = properties_of(self._scheduled)
-        self._attach_reducer(parameters)
+        self._attach_reducer()
 
-    def _attach_reducer(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+    def _attach_reducer(self) -> None:
         """Attach the reducer to the gradients, or detach it, as the next step needs it."""
         if self._local_steps.is_local:
             self._reducer.detach()
         else:
-            self._reducer.attach(self._scheduled if parameters is None else parameters)
+            self._reducer.attach(self._trainable())
 
     @property
     def _is_adasum(self) -> bool:

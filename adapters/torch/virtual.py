@@ -344,7 +344,11 @@ class ModelBuffers:
         failure, self._failure = self._failure, ""
         found = self._read()
         for name, buffer in found.items():
-            _restore(self._start.get(name), buffer)
+            before = self._start.get(name)
+            if before is None:
+                del buffer.module._buffers[buffer.key]
+            elif before.tensor is not buffer.tensor or not _are_equal(before, buffer):
+                _set(before, before.value)
         self._has_begun = self._is_loaded = False
         if failure:
             raise RuntimeError(failure)
@@ -413,15 +417,8 @@ def _are_equal(before: _Buffer | None, now: _Buffer | None) -> bool:
 
 
 def _find_change(before: Mapping[str, _Buffer], now: Mapping[str, _Buffer]) -> str | None:
-    names = [*before, *(name for name in now if name not in before)]
-    return next((n for n in names if not _are_equal(before.get(n), now.get(n))), None)
-
-
-def _restore(before: _Buffer | None, now: _Buffer) -> None:
-    if before is None:
-        del now.module._buffers[now.key]
-    elif before.tensor is not now.tensor or not _are_equal(before, now):
-        _set(before, before.value)
+    both = {**before, **now}
+    return next((n for n in both if not _are_equal(before.get(n), now.get(n))), None)
 
 
 def _set(buffer: _Buffer, value: Any) -> None:

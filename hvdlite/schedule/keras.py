@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from hvdlite.engine.process_sets import is_outside
 from hvdlite.gradients.keras_exchange import LABEL, Backend, GradientPath, Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.schedule.local_steps import LocalSteps, check_unweighted
-from hvdlite.schedule.schedules import LocalSchedule
 
 
 class KerasSteps(GradientPath):
@@ -19,7 +18,6 @@ class KerasSteps(GradientPath):
 
     def __init__(self, synchronizer: Synchronizer, backend: Backend) -> None:
         self._options = synchronizer.options
-        self._schedule = cast(LocalSchedule, synchronizer.options.schedule)
         self._local = synchronizer.local
         self._replica = synchronizer.replica
         self._backend = backend
@@ -51,9 +49,9 @@ class KerasSteps(GradientPath):
         if is_outside(self._options.process_set):
             return apply(list(gradients))
         shared = [variables[number] for number in self._local.others(variables)]
-        moments = self._replica.moments_of
-        averaged = [moments(each) if self._schedule.momentum else {} for each in shared]
-        steps = self.steps = self._kind(self._count_for(shared), shared, averaged)
+        count, moments = self._count_for(shared), self._replica.moments_of
+        averaged = [moments(each) if count.schedule.momentum else {} for each in shared]
+        steps = self.steps = self._kind(count, shared, averaged)
         steps.begin()
         chosen = steps.gradients(
             gradients,

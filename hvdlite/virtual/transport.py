@@ -166,8 +166,7 @@ class VirtualRanks:
                 f"collectives: {found}"
             )
         arguments = [call[1] for call in calls if call]
-        results: list[Any] = getattr(self, f"_{methods[0]}")(arguments)
-        return results
+        return getattr(self, f"_{methods[0]}")(arguments) or [None] * len(self.own)
 
     def _gather(self, arguments: Sequence[tuple[bytes]]) -> list[Any]:
         own = {rank: message for rank, (message,) in zip(self.own, arguments, strict=True)}
@@ -178,7 +177,7 @@ class VirtualRanks:
             messages.update((rank, found[rank]) for rank in spoken)
         return [[messages[rank] for rank in range(self.size)]] * len(self.own)
 
-    def _alltoall(self, arguments: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+    def _alltoall(self, arguments: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> None:
         by_rank = dict(zip(self.own, arguments, strict=True))
         spoken = self.spoken[self.transport.rank]
         pieces = [
@@ -190,9 +189,8 @@ class VirtualRanks:
             for sources in self.spoken
         ]
         _receive(self.transport.alltoall, pieces, targets)
-        return [None] * len(self.own)
 
-    def _allgather(self, arguments: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
+    def _allgather(self, arguments: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         own = dict(zip(self.own, (piece for piece, _ in arguments), strict=True))
         piece = _joined([own[rank] for rank in self.spoken[self.transport.rank]])
         _, first = arguments[0]
@@ -201,9 +199,8 @@ class VirtualRanks:
         for _, others in arguments[1:]:
             for source, target in zip(first, others, strict=True):
                 target[...] = source
-        return [None] * len(self.own)
 
-    def _allreduce(self, arguments: Sequence[tuple[Any, Any, ReduceOp, Scaling]]) -> list[Any]:
+    def _allreduce(self, arguments: Sequence[tuple[Any, Any, ReduceOp, Scaling]]) -> None:
         sends = {rank: send for rank, (send, *_) in zip(self.own, arguments, strict=True)}
         _, result, op, scaling = arguments[0]
         dtype = result.dtype
@@ -234,7 +231,6 @@ class VirtualRanks:
         self.transport.gather_slices(total, result)
         for _, other, *_ in arguments[1:]:
             other[...] = result
-        return [None] * len(self.own)
 
 
 def _nodes(leaves: Sequence[int], size: int, adds_up: bool) -> list[Node]:

@@ -379,7 +379,7 @@ def test_a_failed_exchange_leaves_weights_and_loses_nothing(size):
             steps.end(weights)
         assert bits(replica.weights) == before
         assert steps.steps == 2
-        steps._strategy = Compression.none
+        steps.options = _options(schedule, Compression.none)
         train(steps, replica, 2)
         expected = [Replica() for _ in range(size)]
         for step in range(4):
