@@ -255,11 +255,12 @@ class LearningRateScheduleCallback:
             ValueError: It is needed, and Keras does not know it; or there are virtual ranks, of
                 which a batch is only a part of a step.
         """
-        if not self.staircase:
-            parts.current.refuse(
-                type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
-            )
-        if not self.staircase and not self._given_steps:
+        if self.staircase:
+            return
+        parts.current.refuse(
+            type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
+        )
+        if not self._given_steps:
             self.steps_per_epoch = self.params.get("steps")  # of this fit
             if not self.steps_per_epoch:
                 raise ValueError(

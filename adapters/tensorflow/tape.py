@@ -133,7 +133,6 @@ class DistributedGradientTape(tf.GradientTape):
         self._allreduce = GradientAllreduce(options, _LABEL, checks=_checks)
         steps = gradient_path("tape", options.schedule)
         self._steps: Any = None if steps is None else steps(options, _LABEL)
-        self._process_set = process_set
         self._local = LocalVariables(scale_local_gradients)
 
     def register_local_source(self, source: Any) -> None:
@@ -188,7 +187,7 @@ class DistributedGradientTape(tf.GradientTape):
                 whose gradients are divided by the number of ranks.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
-        if is_outside(self._process_set):
+        if is_outside(self._allreduce.options.process_set):
             return own
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
 
@@ -212,7 +211,7 @@ class DistributedGradientTape(tf.GradientTape):
             ValueError: `gradient` has not been called.
             HorovodInternalError: The ranks disagree, or communication failed.
         """
-        if self._steps is not None and not is_outside(self._process_set):
+        if self._steps is not None and not is_outside(self._allreduce.options.process_set):
             self._step_of("end_step").end()
 
     @unconverted
@@ -226,7 +225,7 @@ class DistributedGradientTape(tf.GradientTape):
             ValueError: `gradient` has not been called, or there is no schedule of local steps.
             HorovodInternalError: The ranks disagree, or communication failed.
         """
-        if not is_outside(self._process_set):
+        if not is_outside(self._allreduce.options.process_set):
             self._step_of("average_weights").average()
 
     def _step_of(self, call: str) -> Any:
