@@ -35,7 +35,7 @@ from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run, unconverted, value_of
-from hvdlite.tensorflow.variables import GivenWeights, ReplicaChecks, parameters_of, read
+from hvdlite.tensorflow.variables import Given, ReplicaChecks, parameters_of, read
 from hvdlite.world import world
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
@@ -130,7 +130,8 @@ class GradientAllreduce(Backend):
         with in_order(), tf.control_dependencies(earlier):
             if given is not None:
                 variables = [v for v in map(value_of, sources) if isinstance(v, tf.Variable)]
-                run(given.keep, list(map(tf.convert_to_tensor, variables)), [], process_set)
+                weights = list(map(tf.convert_to_tensor, variables))
+                run(partial(_keep, given), weights, [], process_set)
             for number, gradient in exchange.run(dense, weight).items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
@@ -198,6 +199,11 @@ def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:
         for variable in map(value_of, sources):
             if isinstance(variable, tf.Variable):
                 read(variable)
+
+
+def _keep(given: Given, *arrays: Any) -> list[Any]:
+    given[:] = arrays
+    return []
 
 
 def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -299,7 +305,7 @@ class _BucketExchange:
     spec: ExchangeSpec
     plan: list[list[int]]
     check: ReplicaCheck | None
-    given: GivenWeights | None
+    given: Given | None
     leaves_out: bool
 
     def run(
@@ -413,7 +419,7 @@ class _BucketExchange:
             exchange.count_step()
         finally:
             if self.given is not None:
-                self.given.keep()  # the ranks have compared them
+                self.given.clear()  # the ranks have compared them
         return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
 
 

@@ -25,6 +25,8 @@ _REMEDY = (
 )
 
 _Value = TypeVar("_Value")
+#: Weights as a graph has given them; empty between exchanges, as updates need the memory.
+Given = list[Any]
 
 
 def is_variable(value: Any) -> bool:
@@ -96,16 +98,17 @@ class ReplicaChecks:
     """
 
     replica: OptimizerReplica = field(default_factory=OptimizerReplica)
-    _checks: WeakVariablesDict[tuple[ReplicaCheck, GivenWeights | None]] = field(
+    _checks: WeakVariablesDict[tuple[ReplicaCheck, Given | None]] = field(
         default_factory=WeakVariablesDict, init=False
     )
 
     def of(
         self, sources: Sequence[Any], process_set: ProcessSet, label: str = ""
-    ) -> tuple[ReplicaCheck | None, GivenWeights | None]:
+    ) -> tuple[ReplicaCheck | None, Given | None]:
         """Return the comparison of some variables; None: there is nothing to compare.
 
-        With it comes what keeps weights that a graph for a session gives; None: it is another one.
+        With it comes a list of the weights, which a graph for a session gives to each exchange,
+        since no function reads them; None: it is another graph.
         Exchanges of different labels may overlap in a graph for a session, in an order of its own
         on each rank, so there each label has a comparison and a count of steps of its own.
         """
@@ -116,21 +119,23 @@ class ReplicaChecks:
         stride = _GPU_STRIDE if any(map(_is_on_gpu, variables)) else 1
         replica = self.replica
 
-        def make() -> tuple[ReplicaCheck, GivenWeights | None]:
+        def make() -> tuple[ReplicaCheck, Given | None]:
             named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
-            given = GivenWeights(sources) if for_session() else None
+            given: Given | None = [] if for_session() else None
 
             def values() -> list[tuple[str, Find]]:
-                living = [
-                    (name, found) for name, source in named if (found := source()) is not None
-                ]
+                if given is not None:
+                    names = enumerate(name for name, _ in named)
+                    return [(weight_label(name), partial(_nth, given, n)) for n, name in names]
+                found = [(name, source()) for name, source in named]
+                living = [(name, source) for name, source in found if source is not None]
                 weights = [(weight_label(name), source) for name, source in living]
                 both = *weights, *replica.state(living)
                 return [(label, partial(_find, weakref.ref(value_of(v)))) for label, v in both]
 
             check = ReplicaCheck(
                 replica.options,
-                given or values,
+                values,
                 _REMEDY,
                 lambda: replica.uncompared,
                 stride=lambda: stride,
@@ -150,26 +155,6 @@ class ReplicaChecks:
         return [value_of(each) for _, each in (*named, *self.replica.state(named))]
 
 
-class GivenWeights:
-    """The weights that a graph for a session gives to an exchange, since no function reads them."""
-
-    def __init__(self, sources: Sequence[Any]) -> None:
-        self._labels = [weight_label(name) for name, _ in _named_variables(sources)]
-        self._arrays: Sequence[Any] = []
-
-    def __call__(self) -> list[tuple[str, Find]]:
-        """List them, for a `ReplicaCheck`."""
-        return [(label, partial(self._find, number)) for number, label in enumerate(self._labels)]
-
-    def keep(self, *arrays: Any) -> list[Any]:
-        """Keep the values during an exchange; none: release them, as updates need the memory."""
-        self._arrays = arrays
-        return []
-
-    def _find(self, number: int) -> Any:
-        return np.asarray(self._arrays[number]) if self._arrays else None
-
-
 Find = Callable[[], Any]
 # Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
 _GPU_STRIDE = 16
@@ -178,6 +163,10 @@ _GPU_STRIDE = 16
 def _named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:
     pairs = zip(unique_names(sources), sources, strict=True)
     return [pair for pair in pairs if isinstance(value_of(pair[1]), tf.Variable)]
+
+
+def _nth(given: Given, number: int) -> Any:
+    return np.asarray(given[number]) if given else None
 
 
 def _is_on_gpu(variable: tf.Variable) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -180,40 +181,26 @@ class TensorWeights:
         ]
 
 
-class TensorSteps:
-    """Local steps of Keras variables on PyTorch.
+# Keras calls them in training steps that it may compile.
+untraced_methods("begin", "end", "average")(LocalSteps)
+
+
+def tensor_steps(
+    steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+) -> SimpleNamespace:
+    """Return the local steps of Keras variables on PyTorch, as `VariableSteps` of TensorFlow.
 
     Args:
         moments: those of the optimizer's variables that are averaged with each, by name.
     """
-
-    def __init__(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._steps = steps
-        kept = [{name: each.value for name, each in own.items()} for own in moments]
-        self._weights = TensorWeights([each.value for each in variables], kept.__getitem__)
-
-    @torch.compiler.disable
-    def begin(self) -> None:
-        """Prepare a step."""
-        self._steps.begin(self._weights)
-
-    def gradients(
-        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
-    ) -> list[Any]:
-        """Return the gradients for this step: this rank's own, or reduced ones."""
-        return list(own) if self._steps.is_local else reduce()
-
-    @torch.compiler.disable
-    def end(self) -> None:
-        """Count a step that has changed the variables; exchange weights if that is due."""
-        self._steps.end(self._weights)
-
-    @torch.compiler.disable
-    def average(self) -> None:
-        """Average all variables now."""
-        self._steps.average(self._weights)
+    kept = [{name: each.value for name, each in own.items()} for own in moments]
+    weights = TensorWeights([each.value for each in variables], kept.__getitem__)
+    return SimpleNamespace(
+        begin=partial(steps.begin, weights),
+        gradients=lambda own, reduce, _: list(own) if steps.is_local else reduce(),
+        end=partial(steps.end, weights),
+        average=partial(steps.average, weights),
+    )
 
 
 @torch.no_grad()

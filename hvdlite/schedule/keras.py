@@ -64,14 +64,14 @@ class KerasSteps(GradientPath):
 
     @property
     def _kind(self) -> Any:
-        """Return the class of local steps of the framework's variables."""
+        """Return what makes the local steps of the framework's variables."""
         if self._backend.owner == "keras.tensorflow":
             from hvdlite.tensorflow.local_steps import VariableSteps
 
             return VariableSteps
-        from hvdlite.torch.scheduled import TensorSteps
+        from hvdlite.torch.scheduled import tensor_steps
 
-        return TensorSteps
+        return tensor_steps
 
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of these variables; new variables take over the state of old ones."""
