@@ -150,12 +150,7 @@ class DistributedKeras3(Distributed):
                 count = self.gradient_accumulation_steps  # type: ignore[attr-defined]
                 self._iterations.assign_sub(count - 1)  # type: ignore[attr-defined]
 
-        if framework.is_traced():
-            ops.cond(finite, lambda: apply(gradients, variables), leave_out)
-        elif bool(finite):
-            apply(gradients, variables)
-        else:
-            leave_out()
+        ops.cond(finite, lambda: apply(gradients, variables), leave_out)
 
     def _kept_for(self, variable: Any) -> dict[str, Any]:
         optimizer = _innermost(self)

@@ -57,7 +57,7 @@ class VariableSteps:
             return []
 
         remembered = self._variables if self.steps.schedule.sends_changes else []
-        run(begin, _read(remembered), [], self.steps.process_set)
+        run(begin, list(map(tf.convert_to_tensor, remembered)), [], self.steps.process_set)
 
     def gradients(
         self,
@@ -122,7 +122,9 @@ class VariableSteps:
             ]
 
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        results = run(update, _read(targets), specs, self.steps.process_set)
+        results = run(
+            update, list(map(tf.convert_to_tensor, targets)), specs, self.steps.process_set
+        )
         for position, result in zip(changed, results, strict=True):
             targets[position].assign(result)
 
@@ -155,10 +157,6 @@ class _Arrays:
             for (owner, key), position in self._moments.items()
             if owner == number
         ]
-
-
-def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [tf.convert_to_tensor(variable) for variable in variables]
 
 
 class TapeSteps:

@@ -57,7 +57,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         process_set: ProcessSet = global_process_set,
         **kwargs: Any,
     ) -> None:
-        _check_backend()
+        backend = keras.backend.backend()
+        if backend != "tensorflow":
+            raise ArgumentError(
+                "this SyncBatchNormalization needs TensorFlow as Keras' backend, which is "
+                f"{backend}; set KERAS_BACKEND=tensorflow"
+            )
         if isinstance(axis, list | tuple):
             axis = _only(axis)
         asked = {"fused": fused, **kwargs}
@@ -84,7 +89,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = _only(self.axis) % x.shape.rank
         if mask is not None:
-            mask = _with_channels(mask, x)
+            mask = tf.convert_to_tensor(mask)
+            if mask.shape.rank != x.shape.rank - 1:
+                raise ArgumentError(
+                    f"a mask has one axis less than the inputs; found {mask.shape} for {x.shape}"
+                )
+            mask = tf.expand_dims(mask, -1)
         axes = [other for other in range(x.shape.rank) if other != axis]
         mean, variance = _moments(x, axes, mask, self._process_set)
         self._move(self.moving_mean, mean)
@@ -102,30 +112,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
 
 
-def _with_channels(mask: Any, x: tf.Tensor) -> tf.Tensor:
-    mask = tf.convert_to_tensor(mask)
-    if mask.shape.rank != x.shape.rank - 1:
-        raise ArgumentError(
-            f"a mask has one axis less than the inputs; found {mask.shape} for {x.shape}"
-        )
-    return tf.expand_dims(mask, -1)
-
-
 def _only(axis: Any) -> int:
     if isinstance(axis, int):
         return axis
     if len(axis) != 1:
         raise ArgumentError(f"SyncBatchNormalization takes one axis, found {list(axis)}")
     return int(axis[0])
-
-
-def _check_backend() -> None:
-    backend = keras.backend.backend()
-    if backend != "tensorflow":
-        raise ArgumentError(
-            f"this SyncBatchNormalization needs TensorFlow as Keras' backend, which is {backend}; "
-            "set KERAS_BACKEND=tensorflow"
-        )
 
 
 @unconverted

@@ -12,7 +12,7 @@ import torch
 
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.gradients.options import Options
-from hvdlite.schedule.local_steps import LocalSteps, Moment, check_unweighted
+from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights, check_unweighted
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.tensors import properties_of, to_array, to_tensor
@@ -149,7 +149,7 @@ class Scheduled(Distributed):
         )
 
 
-class TensorWeights:
+class TensorWeights(Weights):
     """Weights for `LocalSteps` in tensors.
 
     Args:
@@ -167,7 +167,6 @@ class TensorWeights:
         return to_array(self._tensors[number].detach())
 
     def write(self, number: int, array: Any) -> None:
-        """Replace a weight."""
         _copy(self._tensors[number], array)
 
     def moments(self, number: int) -> list[Moment]:

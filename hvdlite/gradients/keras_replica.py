@@ -27,7 +27,7 @@ class OptimizerReplica:
     def __init__(self, optimizer: Any = None) -> None:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self.uncompared = 1
-        self.read: Callable[[Any], float] = _read
+        self.read: Callable[[Any], float] = lambda variable: variable.numpy().item()
         self._config: dict[str, Any] | None = None
         self._current: dict[str, Any] = {}
         self._described: list[tuple[str, Any]] = []
@@ -94,7 +94,9 @@ class OptimizerReplica:
             for each in variables_of(optimizer)
             if id(each) not in others and "learning_rate" not in each.name  # which is an option
         ]
-        names = unique(_short_name(optimizer, variable) for variable in common)
+        # Without the optimizer's name, which may differ between ranks.
+        own = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")
+        names = unique(str(v.name).removesuffix(":0").removeprefix(f"{own}/") for v in common)
         pairs = zip(names, common, strict=True)
         return [*found, *((state_label(name), kept) for name, kept in pairs)]
 
@@ -115,13 +117,6 @@ def unique(names: Iterable[str]) -> list[str]:
     return result
 
 
-def _short_name(optimizer: Any, variable: Any) -> str:
-    """Return a variable's name without the optimizer's, which may differ between ranks."""
-    name = str(variable.name).removesuffix(":0")
-    own = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")
-    return name.removeprefix(f"{own}/")
-
-
 def _config_of(optimizer: Any) -> dict[str, Any]:
     if hasattr(optimizer, "get_config"):
         try:
@@ -134,8 +129,3 @@ def _config_of(optimizer: Any) -> dict[str, Any]:
         for name, value in attributes.items()
         if isinstance(value, float) or (isinstance(value, bool) and name != "use_locking")
     }
-
-
-def _read(variable: Any) -> float:
-    number: float = variable.numpy().item()
-    return number

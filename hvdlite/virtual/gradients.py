@@ -409,7 +409,7 @@ class VirtualExchange(Operation):
                 elif process == transport.rank and rank not in self.played:
                     self.states[rank].load_state_dict(self.copies[rank])
         if moves:
-            for rank, state in _merged(_exchange_objects(transport, wanted)).items():
+            for rank, state in _exchange_states(transport, wanted).items():
                 self.states[rank].load_state_dict(state)
 
     def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
@@ -424,7 +424,7 @@ class VirtualExchange(Operation):
         own = {rank: self.states[rank].state_dict() for rank in ranks.own}
         for distance in range(1, min(COPIES + 1, transport.size)):
             pieces[(transport.rank + distance) % transport.size] = own
-        return _merged(_exchange_objects(transport, pieces))
+        return _exchange_states(transport, pieces)
 
     @property
     def held(self) -> frozenset[int]:
@@ -558,21 +558,17 @@ class _Consolidation(Operation):
         holders = self._owner.find_holders(self._owner.gather_reports(transport))
         own = [rank for rank, processes in holders.items() if processes[:1] == [transport.rank]]
         sent = {rank: self._owner.state_of(rank) for rank in own}
-        return _merged(_exchange_objects(transport, [sent] * transport.size))
+        return _exchange_states(transport, [sent] * transport.size)
 
 
-def _merged(states: Iterable[States]) -> States:
-    return {rank: state for each in states for rank, state in each.items()}
-
-
-def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]:
-    """Send an object to each process, and return those received from each; collective."""
-    pickled = {id(each): np.frombuffer(pickle.dumps(each), np.uint8) for each in objects}
-    messages = [pickled[id(each)] for each in objects]
+def _exchange_states(transport: Transport, pieces: Sequence[States]) -> States:
+    """Send states to each process, and return those received from all; collective."""
+    pickled = {id(each): np.frombuffer(pickle.dumps(each), np.uint8) for each in pieces}
+    messages = [pickled[id(each)] for each in pieces]
     reports = transport.gather(pickle.dumps([message.size for message in messages]))
     received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
     transport.alltoall(messages, [as_bytes(each) for each in received])
-    return [pickle.loads(each.tobytes()) for each in received]
+    return dict(itertools.chain(*(pickle.loads(each.tobytes()).items() for each in received)))
 
 
 def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
