@@ -35,7 +35,7 @@ from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run, unconverted, value_of
-from hvdlite.tensorflow.variables import Given, ReplicaChecks, parameters_of, read
+from hvdlite.tensorflow.variables import Given, ReplicaChecks, named_variables, parameters_of, read
 from hvdlite.world import world
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
@@ -176,12 +176,13 @@ def _updates_before(
     A script may set the rate in the graph that makes the step. Other variables are updated by an
     earlier step of the same graph, if it makes several.
     """
-    variables = checks.option_variables()
+    variables = checks.replica.option_variables()
     made = _compared_in.setdefault(tf.compat.v1.get_default_graph(), set())
     if id(check) in made:
-        variables += checks.compared(sources)
+        named = named_variables(sources)
+        variables += [each for _, each in (*named, *checks.replica.state(named))]
     made.add(id(check))
-    return [read(variable) for variable in variables]
+    return [read(value_of(variable)) for variable in variables]
 
 
 def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:

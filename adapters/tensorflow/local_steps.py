@@ -91,10 +91,7 @@ class VariableSteps:
     def end(self) -> None:
         """Count a step, after it has changed the variables, and exchange them if that is due."""
         due = integer(self.steps.count, self.steps.process_set) > 0
-        if not tf.executing_eagerly():
-            tf.cond(due, self._exchange, lambda: tf.constant(False))
-        elif due:
-            self._exchange()
+        tf.cond(due, self._exchange, lambda: tf.constant(False))
 
     def average(self) -> None:
         """Average all variables now."""

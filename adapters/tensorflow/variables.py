@@ -120,7 +120,7 @@ class ReplicaChecks:
         replica = self.replica
 
         def make() -> tuple[ReplicaCheck, Given | None]:
-            named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
+            named = [(name, weakref.ref(source)) for name, source in named_variables(sources)]
             given: Given | None = [] if for_session() else None
 
             def values() -> list[tuple[str, Find]]:
@@ -145,22 +145,14 @@ class ReplicaChecks:
         own = [label] if for_session() else []
         return self._checks.of(variables, make, id(process_set), *own)
 
-    def option_variables(self) -> list[tf.Variable]:
-        """Return the variables that are options of the optimizer."""
-        return list(map(value_of, self.replica.option_variables()))
-
-    def compared(self, sources: Sequence[Any]) -> list[tf.Variable]:
-        """Return all other variables that the comparison of some variables reads."""
-        named = _named_variables(sources)
-        return [value_of(each) for _, each in (*named, *self.replica.state(named))]
-
 
 Find = Callable[[], Any]
 # Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
 _GPU_STRIDE = 16
 
 
-def _named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:
+def named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the variables among some sources, with their unique names."""
     pairs = zip(unique_names(sources), sources, strict=True)
     return [pair for pair in pairs if isinstance(value_of(pair[1]), tf.Variable)]
 

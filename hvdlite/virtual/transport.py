@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -262,15 +263,11 @@ class VirtualTransport(Transport):
     title = "virtual ranks"
 
     def __init__(self, ranks: VirtualRanks, position: int) -> None:
-        self._ranks = ranks
-        self._position = position
+        self._call = partial(ranks.call, position)
         self.rank = ranks.own[position]
         self.size = ranks.size
         self.members = range(ranks.size)
         self.lane = ranks.transport.lane
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return self._ranks.call(self._position, method, *arguments)
 
     def gather(self, message: bytes) -> list[bytes]:
         messages: list[bytes] = self._call("gather", message)
