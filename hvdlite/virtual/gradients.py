@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
             before it finishes again; None: the exchange is complete.
         averages: for each parameter its average; None: no virtual rank has a gradient of it.
         buffers: for each buffer its average; None: no virtual rank has changed it.
-        axes: as in `Part`, of all virtual ranks.
+        axes: as in `Report`, of all virtual ranks.
         exchanges, copies: as in `VirtualExchange`, after this one.
         refusal: why the averages are refused; None: they are not. Strategies have remembered what
             they sent all the same, so the exchange is complete.
@@ -77,23 +77,12 @@ class Outcome(NamedTuple):
     refusal: GradientError | None = None
 
 
-class Part(NamedTuple):
-    """A process's message to the others about the part of a virtual rank.
-
-    Attributes:
-        payloads: those of its buckets.
-        axes: the number of sparse axes of each gradient that was sparse, by number.
-    """
-
-    payloads: list[bytes]
-    axes: Mapping[int, int]
-
-
 class Report(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
-        parts: those that it has computed of the step, by virtual rank.
+        parts: the payloads of the buckets of each virtual rank whose part it has computed.
+        axes: the number of sparse axes of each gradient that was sparse there, by number.
         exchanges: that it has taken part in.
         held: the virtual ranks of which it has what strategies remember.
         loaded: whether that was loaded from a checkpoint after its last exchange.
@@ -101,7 +90,8 @@ class Report(NamedTuple):
         replica: the digest of its replica, or b"".
     """
 
-    parts: Mapping[int, Part]
+    parts: Mapping[int, list[bytes]]
+    axes: Mapping[int, int]
     exchanges: int
     held: frozenset[int]
     loaded: bool
@@ -126,7 +116,7 @@ class VirtualExchange(Operation):
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
         plan: for each bucket its parameters or its buffers, by number; buffers come last.
-        parts: those that have been computed here in this step, by virtual rank.
+        parts, axes: as in `Report`, of this process in this step.
         buckets: those of each virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
@@ -156,7 +146,8 @@ class VirtualExchange(Operation):
         self.strategy = strategy
         self.reduction = reduction
         self.size = parts.current.size
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, list[bytes]] = {}
+        self.axes: dict[int, int] = {}
         self.buckets: dict[int, list[GradientBucket]] = {}  # used again in later steps
         self.states: dict[int, StrategyState] = {}
         self.copies: States = {}
@@ -248,7 +239,7 @@ class VirtualExchange(Operation):
             changed: the numbers of those that differ from what the step has begun with.
             samples: the number of samples that the gradients are averages of; given for all
                 virtual ranks, or for none.
-            axes: as in `Part`.
+            axes: as in `Report`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
@@ -281,8 +272,8 @@ class VirtualExchange(Operation):
             for position, number in enumerate(members):  # of buffers also what is unchanged
                 if arrays[number] is not None:
                     bucket.arrays.send_slot(position)[...] = arrays[number]
-        payloads = [bucket.payload for bucket in self.buckets[rank]]
-        self.parts[rank] = Part(payloads, dict(axes))
+        self.axes = {**(self.axes if self.parts else {}), **axes}
+        self.parts[rank] = [bucket.payload for bucket in self.buckets[rank]]
         if not is_last:
             return None
         try:
@@ -291,6 +282,7 @@ class VirtualExchange(Operation):
             turns.begin_step(turns.step + 1)  # which is left out, if errors are not raised
             raise
         except BaseException:
+            self.parts.clear()
             turns.begin_step(turns.step)
             raise
         if outcome.added is not None:
@@ -310,11 +302,7 @@ class VirtualExchange(Operation):
         if self.check is not None and len(lane.members) > 1:
             self._snapshot = self.check.begin(lane, self._engine.settings)
         while True:
-            try:
-                outcome: Outcome = lane.run(self)
-            except BaseException:
-                self.parts.clear()
-                raise
+            outcome: Outcome = lane.run(self)
             if outcome.added is None or outcome.added:
                 break
             # Others compute the parts that are missing.
@@ -375,7 +363,7 @@ class VirtualExchange(Operation):
 
         def exchange(virtual: VirtualTransport) -> None:
             for number, bucket in enumerate(self.buckets[virtual.rank]):
-                payloads = [computed[rank].payloads[number] for rank in range(self.size)]
+                payloads = [computed[rank][number] for rank in range(self.size)]
                 bucket.execute(virtual, payloads)
 
         refusal: GradientError | None = None
@@ -391,7 +379,7 @@ class VirtualExchange(Operation):
             for position, number in enumerate(members):
                 if position not in bucket.arrays.absent:
                     averages[number] = bucket.arrays.result_slot(position)
-        axes = {number: each for part in computed.values() for number, each in part.axes.items()}
+        axes = dict(itertools.chain(*(each.axes.items() for each in reports)))
         gradients, buffers = averages[:first], averages[first:]
         return Outcome(None, gradients, buffers, axes, before + 1, copies, refusal)
 
@@ -434,8 +422,8 @@ class VirtualExchange(Operation):
     def gather_reports(self, transport: Transport) -> list[Report]:
         """Send this process's report, and return those of all; collective."""
         replica = b"" if self._snapshot is None else self._snapshot.digest
-        start = self.start.digest
-        own = Report(self.parts, self.exchanges, self.held, self.loaded, start, replica)
+        start, held = self.start.digest, self.held
+        own = Report(self.parts, self.axes, self.exchanges, held, self.loaded, start, replica)
         return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
     def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
