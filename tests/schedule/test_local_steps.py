@@ -29,10 +29,8 @@ CASES = [
 STEPS = {0: 8, 1: 5, 2: 5, 3: 10, 4: 6}
 
 
-def _options(schedule, strategy, process_set=hvd.global_process_set):
-    return Options(
-        strategy, Reduction(), sparse_as_dense=False, schedule=schedule, process_set=process_set
-    )
+def _options(schedule, strategy, **more):
+    return Options(strategy, Reduction(), sparse_as_dense=False, schedule=schedule, **more)
 
 
 def make(schedule, dtype=np.float64, strategy=Compression.none, names=tuple(SHAPES), label="test"):
@@ -513,7 +511,7 @@ def test_a_process_set_of_one_rank_exchanges_nothing():
     alone = hvd.add_process_set([0])
     if hvd.rank() == 0:
         for schedule in (Schedule.LocalSGD(2), Schedule.PartialSync(parts=2)):
-            steps = LocalSteps(_options(schedule, Compression.fp16, alone), "alone")
+            steps = LocalSteps(_options(schedule, Compression.fp16, process_set=alone), "alone")
             steps.add([Parameter(n, s, np.dtype(np.float64)) for n, s in SHAPES.items()])
             replica, plain = Replica(), Replica()
             train(steps, replica, 2)
