@@ -40,10 +40,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2036, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2037, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1297,
+        1306,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 505, "horovod"),

@@ -202,9 +202,18 @@ class TapeSteps:
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of some variables so far, dropped with the first of the variables."""
         state = exchange_state(variables)
-        if state.steps is None or state.steps.options != self._options:
+        if state.steps is None:
             steps = LocalSteps(self._options, self._label)
             steps.add(parameters_of(variables))
             state.follow(steps)
         found: LocalSteps = state.steps
+        if found.options != self._options:
+            before, now = (
+                (each.schedule, each.strategy) for each in (found.options, self._options)
+            )
+            raise ValueError(
+                f"the tapes of these variables had the schedule and the compression {before}, and "
+                f"this one has {now}: with a count of its own, ranks would train apart; make all "
+                "tapes with the same arguments, and a strategy of your own once"
+            )
         return found

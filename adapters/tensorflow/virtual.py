@@ -56,6 +56,7 @@ class VirtualSteps(GradientPath):
             "backward_passes_per_step": options.passes > 1,
             "gradient_accumulation_steps": accumulates,
             "schedule": options.schedule is not None,
+            "process_set": options.process_set is not global_process_set,
         }
         for argument, is_given in refused.items():
             if is_given:

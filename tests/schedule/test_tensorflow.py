@@ -1,3 +1,4 @@
+import contextlib
 import gc
 
 import numpy as np
@@ -256,6 +257,14 @@ def test_what_is_refused():
         y = x * 2
     with pytest.raises(ValueError, match="one is no variable"):
         of_tensors.gradient(y, x)
+    weight = tf.Variable(1.0)
+    for every, words in ((2, ""), (3, r"LocalSGD\(every=2\).*LocalSGD\(every=3\).*same arguments")):
+        with tape(hvd.Schedule.LocalSGD(every)) as recorded:
+            y = weight * 2
+        refusal = pytest.raises(ValueError, match=words) if words else contextlib.nullcontext()
+        with refusal:
+            recorded.gradient(y, weight)
+            recorded.end_step()
 
 
 def scheduled_stepper(variable, mode, **options):

@@ -181,6 +181,12 @@ def test_buffers_that_differ_between_processes_are_found():
         assert ("moving_mean' is " in found) == (hvd.size() > 1)
 
 
+@ranks(2)
+def test_a_process_set_is_refused():
+    with virtual(), pytest.raises(ValueError, match="process_set cannot be used"):
+        wrap(process_set=hvd.add_process_set([0]))
+
+
 @ranks(1)
 def test_what_is_refused():
     with virtual():
