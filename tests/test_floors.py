@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2037, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1306,
+        1305,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 505, "horovod"),

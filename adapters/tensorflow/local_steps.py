@@ -201,19 +201,18 @@ class TapeSteps:
 
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of some variables so far, dropped with the first of the variables."""
-        state = exchange_state(variables)
-        if state.steps is None:
-            steps = LocalSteps(self._options, self._label)
-            steps.add(parameters_of(variables))
-            state.follow(steps)
-        found: LocalSteps = state.steps
-        if found.options != self._options:
-            before, now = (
-                (each.schedule, each.strategy) for each in (found.options, self._options)
-            )
+        state, options = exchange_state(variables), self._options
+        steps: LocalSteps | None = state.steps
+        if steps is not None and steps.options == options:
+            return steps
+        if steps is not None and variables and steps.process_set is options.process_set:
+            before, now = ((each.schedule, each.strategy) for each in (steps.options, options))
             raise ValueError(
                 f"the tapes of these variables had the schedule and the compression {before}, and "
                 f"this one has {now}: with a count of its own, ranks would train apart; make all "
                 "tapes with the same arguments, and a strategy of your own once"
             )
-        return found
+        steps = LocalSteps(options, self._label)
+        steps.add(parameters_of(variables))
+        state.follow(steps)
+        return steps
