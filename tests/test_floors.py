@@ -22,7 +22,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
-    "base": (1, 1554, "base errors version"),
+    "base": (1, 1556, "base errors version"),
     "world": (2, 773, "world"),
     "observe": (2, 1297, "observe"),
     "transport": (3, 3898, "transport"),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1993, "collectives"),
     "gradients": (7, 3120, "gradients"),
     "recipe": (7, 2406, "recipe"),
-    "torch": (8, 5794, "torch"),
+    "torch": (8, 5796, "torch"),
     "tensorflow": (8, 2985, "tensorflow"),
     "keras": (9, 2283, "keras tensorflow.keras"),
     "elastic": (
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2037, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1305,
+        1302,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 505, "horovod"),

@@ -115,7 +115,9 @@ class ProcessGroup(_Base):
     def check_open(self) -> None:
         """Raise if the group has been destroyed, or `check` does."""
         if self.store is None:
-            raise RuntimeError(f"rank {world.rank()}: the group{self.label} has been destroyed")
+            raise RuntimeError(
+                f"rank {world.rank()}: the group{self.label} has been destroyed; make another one"
+            )
         self.check()
 
     def getSize(self) -> int:  # noqa: N802 - torch's name

@@ -13,7 +13,7 @@ import torch
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.gradients.options import Options
 from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights, check_unweighted
-from hvdlite.torch.dynamo import untraced_methods
+from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.tensors import properties_of, to_array, to_tensor
 from hvdlite.torch.wrapping import Distributed
@@ -180,10 +180,6 @@ class TensorWeights(Weights):
         ]
 
 
-# Keras calls them in training steps that it may compile.
-untraced_methods("begin", "end", "average")(LocalSteps)
-
-
 def tensor_steps(
     steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
 ) -> SimpleNamespace:
@@ -194,11 +190,12 @@ def tensor_steps(
     """
     kept = [{name: each.value for name, each in own.items()} for own in moments]
     weights = TensorWeights([each.value for each in variables], kept.__getitem__)
+    # Untraced, since Keras may compile the training step that calls them.
     return SimpleNamespace(
-        begin=partial(steps.begin, weights),
+        begin=untraced(lambda: steps.begin(weights)),
         gradients=lambda own, reduce, _: list(own) if steps.is_local else reduce(),
-        end=partial(steps.end, weights),
-        average=partial(steps.average, weights),
+        end=untraced(lambda: steps.end(weights)),
+        average=untraced(lambda: steps.average(weights)),
     )
 
 

@@ -167,9 +167,11 @@ def _link(path: Path, name: Path) -> None:
     except OSError:
         name.touch(exist_ok=False)
         try:
-            with replacing(name) as copy, open(path, "rb") as file:
-                shutil.copyfileobj(file, copy)
-            _copy_permissions(path, name)
+            with _temporary(path) as temporary:
+                shutil.copy(path, temporary)
+                with open(temporary, "rb") as copy:
+                    os.fsync(copy.fileno())
+                os.replace(temporary, name)
         except BaseException:
             name.unlink(missing_ok=True)
             raise
