@@ -382,7 +382,8 @@ class ProcessGroup(_Base):
         received = outputs[0] if outputs else []
         expected = self._check_count(received, what) if outputs else [0] * size
         sent = [inputs[0].numel() if rank == opts.rootRank else 0 for rank in range(size)]
-        return self._exchange(what, received or [inputs[0][:0]], inputs, expected, sent, opts)
+        empty = [inputs[0].reshape(-1)[:0]]
+        return self._exchange(what, received or empty, inputs, expected, sent, opts)
 
     @_counted
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:

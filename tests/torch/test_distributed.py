@@ -5,6 +5,7 @@ Expected values are closed forms, or numpy's in float64; models are compared wit
 
 import datetime
 import gc
+import itertools
 import operator
 import time
 import weakref
@@ -28,6 +29,7 @@ from tests.torch.test_collectives import DTYPES
 
 Op = dist.ReduceOp
 SIZES = [0, 1, 7, 1 << 17]
+SHAPES = [(), *SIZES]
 
 
 def grouped(test):
@@ -59,7 +61,7 @@ def every(shape, dtype=torch.float32):
 @grouped
 def test_all_reduce_of_every_dtype(size):
     for dtype in DTYPES:
-        for count in SIZES:
+        for count in SHAPES:
             tensor, expected = own(count, dtype), sum(every(count, dtype))
             dist.all_reduce(tensor)
             assert torch.equal(tensor, expected), (dtype, count)
@@ -125,7 +127,7 @@ def test_tensors_whose_elements_do_not_lie_in_order(size):
 @grouped
 def test_broadcast_and_reduce_from_and_to_every_rank(size):
     for root in range(size):
-        for count in SIZES:
+        for count in SHAPES:
             tensor = own(count)
             dist.broadcast(tensor, root)
             assert torch.equal(tensor, own(count, rank=root))
@@ -170,15 +172,14 @@ def test_all_to_all_gather_and_scatter(size):
     outputs = [torch.empty(rank + 1) for _ in range(size)]
     dist.all_to_all(outputs, [torch.full((other + 1,), float(rank)) for other in range(size)])
     assert all((each == other).all() for other, each in enumerate(outputs))
-    for root in range(size):
-        parts = [torch.empty(3) for _ in range(size)] if rank == root else None
-        dist.gather(own(3), parts, root)
-        assert parts is None or all(map(torch.equal, parts, every(3)))
-        part = torch.empty(3)
-        dist.scatter(
-            part, [own(3, rank=100 + n) for n in range(size)] if rank == root else None, root
-        )
-        assert torch.equal(part, own(3, rank=100 + rank))
+    for root, shape in itertools.product(range(size), [(), 3]):
+        parts = [torch.empty(shape) for _ in range(size)] if rank == root else None
+        dist.gather(own(shape), parts, root)
+        assert parts is None or all(map(torch.equal, parts, every(shape)))
+        given = [own(shape, rank=100 + n) for n in range(size)] if rank == root else None
+        part = torch.empty(shape)
+        dist.scatter(part, given, root)
+        assert torch.equal(part, own(shape, rank=100 + rank))
 
 
 @ranks(2, 3)
@@ -203,7 +204,7 @@ def test_objects(size):
 @grouped
 def test_point_to_point(size):
     rank, others = dist.get_rank(), dist.get_world_size() - 1
-    for count in SIZES:
+    for count in SHAPES:
         tensors = [torch.empty(count) for _ in range(size)]
         following, before = (rank + 1) % size, (rank - 1) % size
         requests = dist.batch_isend_irecv(
