@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from hvdlite.engine.operation import Barrier
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import RankGoneError, ranks_text
 from hvdlite.torch import c10d
-from hvdlite.torch.c10d import NAME
-from hvdlite.torch.dynamo import untraced, untraced_methods
+from hvdlite.torch.c10d import NAME, counted
+from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.tensors import is_plain, share, to_array
 from hvdlite.torch.work import EndOfBackward, Work, is_in_backward, write
@@ -55,18 +55,6 @@ _OPS = {
 # how many works outlive their last reference: where ranks join, DDP keeps their half in C++ alone.
 _LEAST_SHARED, _REMEMBERED, _KEPT = 2**16, 256, 64
 Tensors = Sequence[torch.Tensor]
-
-
-def _counted(call: Callable[..., Work]) -> Any:
-    """Count a call before anything can be refused: an error of one rank shifts no later call."""
-
-    @wraps(call)
-    def counted(self: ProcessGroup, *arguments: Any, **named: Any) -> Work:
-        self.calls += 1
-        self.check_open()
-        return call(self, *arguments, **named)
-
-    return untraced(counted)
 
 
 @untraced_methods("send", "recv")
@@ -214,7 +202,7 @@ class ProcessGroup(_Base):
             raise ValueError(f"{what} takes a tensor for each of the {size} ranks; found {found}")
         return [tensor.numel() for tensor in tensors]
 
-    @_counted
+    @counted
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce a tensor in place."""
         (tensor,) = tensors
@@ -255,7 +243,7 @@ class ProcessGroup(_Base):
         """Reduce tensors in place."""
         return self._all([self.allreduce([tensor], opts) for tensor in tensors])
 
-    @_counted
+    @counted
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce a tensor in place on the root; the others keep theirs."""
         root, (op, factor) = self._id(opts.rootRank), _op(opts)
@@ -267,7 +255,7 @@ class ProcessGroup(_Base):
 
         return self._into("reduce", tensors if is_root else [tensors[0].clone()], describe, opts)
 
-    @_counted
+    @counted
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce a list of tensors, one for each rank, which may differ in size."""
         sizes = self._check_count(inputs[0], "reduce_scatter")
@@ -286,14 +274,14 @@ class ProcessGroup(_Base):
 
         return self._into(what, [output], describe, opts)
 
-    @_counted
+    @counted
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
         """Reduce a tensor, and get this rank's part."""
         return self._reduce_scatter(output, [tensor], [output.numel()] * self.getSize(), opts)
 
-    @_counted
+    @counted
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Overwrite a tensor with the root's."""
         root = self._id(opts.rootRank)
@@ -301,7 +289,7 @@ class ProcessGroup(_Base):
             "broadcast", tensors, lambda name, out: Broadcast(name, out, root, out), opts
         )
 
-    @_counted
+    @counted
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather tensors, which may differ in size, on all ranks."""
         sizes = self._check_count(outputs[0], "all_gather")
@@ -320,7 +308,7 @@ class ProcessGroup(_Base):
 
         return self._into("all_gather", outputs, describe, opts)
 
-    @_counted
+    @counted
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Gather tensors of one size."""
         return self._allgather([output], tensor, [tensor.numel()] * self.getSize(), opts)
@@ -346,14 +334,14 @@ class ProcessGroup(_Base):
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self._reduce_scatter_base(*pair, opts) for pair in pairs])
 
-    @_counted
+    @counted
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Send a tensor to each rank, and receive one from each."""
         what = "all_to_all"
         counts = self._check_count(outputs, what), self._check_count(inputs, what)
         return self._exchange(what, outputs, inputs, counts[0], counts[1], opts)
 
-    @_counted
+    @counted
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -375,7 +363,7 @@ class ProcessGroup(_Base):
             counts.append([each.numel() // max(rows, 1) * split for split in given])
         return self._exchange("all_to_all_single", [output], [tensor], counts[0], counts[1], opts)
 
-    @_counted
+    @counted
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Gather tensors of one size on the root."""
         what, size = f"gather to rank {self._id(opts.rootRank)}", self.getSize()
@@ -385,7 +373,7 @@ class ProcessGroup(_Base):
         empty = [inputs[0].reshape(-1)[:0]]
         return self._exchange(what, received or empty, inputs, expected, sent, opts)
 
-    @_counted
+    @counted
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Get a tensor of the root's list."""
         what, size = f"scatter from rank {self._id(opts.rootRank)}", self.getSize()
@@ -413,7 +401,7 @@ class ProcessGroup(_Base):
 
         return self._into(what, outputs, describe, opts)
 
-    @_counted
+    @counted
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks."""
         return Work(self, [self._submit("barrier", Barrier, opts)], [], what="barrier")

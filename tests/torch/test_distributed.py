@@ -200,6 +200,19 @@ def test_objects(size):
     assert got == [rank]
 
 
+@ranks(2)
+@grouped
+def test_a_profile_shows_calls_also_those_that_fail(size):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        with pytest.raises(hvd.HorovodInternalError, match="shape is"):
+            dist.all_reduce(torch.ones(3 + dist.get_rank()))
+        dist.barrier()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["hvdlite:allreduce"] == 2
+    assert counts["hvdlite:barrier"] == 1
+
+
 @ranks(2, 3)
 @grouped
 def test_point_to_point(size):
