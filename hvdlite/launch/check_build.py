@@ -11,7 +11,7 @@ from importlib import metadata
 
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
-from hvdlite.launch.hosts import ask
+from hvdlite.launch.programs import ask
 from hvdlite.version import __version__
 
 # By name: the distributions that bring it.

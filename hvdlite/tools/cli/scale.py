@@ -126,12 +126,13 @@ def _run(number: int, turn: int, command: Sequence[str], options: argparse.Names
     words = ["-np", str(number)]
     words += ["-H", options.hosts] if options.hosts else []
     words += ["--hostfile", options.hostfile] if options.hostfile else []
-    job, seconds = script.run(f"hvdlite scale: {title}", words, command)
-    if job.returncode:
-        lines = (job.stderr or job.stdout).splitlines()[-script.LAST_LINES :]
-        text = f"{title}: exit code {job.returncode}; the last lines of its output:"
-        raise StartError("\n".join([text, *lines]), job.returncode)
-    metric, value = find_speed(job.stdout, options.metric, options.pattern) or (WALL, seconds)
+    job = script.run(f"hvdlite scale: {title}", words, command)
+    seconds = job.seconds
+    if job.code:
+        lines = (job.err or job.out).splitlines()[-script.LAST_LINES :]
+        text = f"{title}: exit code {job.code}; the last lines of its output:"
+        raise StartError("\n".join([text, *lines]), job.code)
+    metric, value = find_speed(job.out, options.metric, options.pattern) or (WALL, seconds)
     unit = "" if metric == WALL else f"{metric} {value:.4g}, "
     print(f"hvdlite scale: {title}: {unit}{seconds:.1f} s", file=sys.stderr, flush=True)
     return Run(metric, value, seconds)
