@@ -154,7 +154,7 @@ def replicas(
     ways: dict[str, Callable[[nn.Module], Trained]] = {
         "alone": alone,
         "hvdlite": hvdlite,
-        "mpi": lambda model: (model, _AveragingSGD(comm, model)),
+        "mpi": partial(_averaging, comm),
         "ddp": _ddp,
         "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
         "ddp-hvdlite": partial(_ddp, backend="hvdlite"),
@@ -220,20 +220,19 @@ def _fsdp(model: nn.Module, backend: str) -> Trained:
     return alone(model)
 
 
-class _AveragingSGD(torch.optim.SGD):
+def _averaging(comm: MPI.Comm, model: nn.Module) -> Trained:
     """Average the gradients after the backward pass, one by one, by plain MPI."""
+    parameters = list(model.parameters())
 
-    def __init__(self, comm: MPI.Comm, model: nn.Module) -> None:
-        super().__init__(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
-        self._comm = comm
-        self._parameters = list(model.parameters())
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self._parameters:
+    def average(*_: Any) -> None:
+        for parameter in parameters:
             if parameter.grad is not None:
-                self._comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)
-                parameter.grad /= self._comm.size
-        super().step(closure)
+                comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)
+                parameter.grad /= comm.size
+
+    _, optimizer = alone(model)
+    optimizer.register_step_pre_hook(average)
+    return model, optimizer
 
 
 # Models

@@ -56,7 +56,5 @@ def _is_open(found: socket.socket, on_loopback: bool) -> bool:
         return False
     if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
-    return (
-        on_loopback
-        or not ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
-    )
+    address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
+    return on_loopback or not address.is_loopback

@@ -18,23 +18,9 @@ Faults come in the first run of a job that starts again (``hvdliterun --restarts
 number that it had at the start. A step is an optimizer's, from 1; without one, the
 fault comes in the first step in which the rank gets to the point ``count`` times (default 1).
 
-==============  ===================================================================
-point           the rank is about to
-==============  ===================================================================
-``start``       leave ``init()``
-``meet``        meet the others in a round (`hvdlite.engine.rounds`)
-``exchange``    exchange data, on which the ranks have agreed (the default)
-``confirm``     confirm an outcome, which it has
-``deliver``     deliver an outcome, which all have confirmed
-``delivered``   go on with it
-``recover``     form the world of the ranks that are left
-``form``        form the world anew, at a commit of `hvdlite.elastic.run`
-``checkpoint``  replace the previous checkpoint by one that is complete
-``time``        do whatever it does ``after`` seconds from the end of ``init()``
-==============  ===================================================================
-
-Outcomes are confirmed, and worlds formed anew, only in jobs that go on without a rank
-(``hvdliterun --elastic``).
+A ``point`` is one of those that `hvdlite.base.observers` explains (default: ``exchange``), or
+``time``: ``after`` seconds from the end of ``init()``. Outcomes are confirmed, and worlds formed
+anew, only in jobs that go on without a rank (``hvdliterun --elastic``).
 
 A fault that has not come when its rank ends is told on standard error: nothing has been rehearsed.
 
@@ -67,21 +53,9 @@ from hvdlite.errors import SettingsError
 from hvdlite.observe import status
 
 VARIABLE = "HVDLITE_REHEARSE"
-POINTS = (
-    "start",
-    "meet",
-    "exchange",
-    "confirm",
-    "deliver",
-    "delivered",
-    "recover",
-    "form",
-    "checkpoint",
-    "time",
-)
-
+_OF_A_ROUND = ("meet", "exchange", "confirm", "deliver", "delivered")
+POINTS = ("start", *_OF_A_ROUND, "recover", "form", "checkpoint", "time")
 _CORRUPTIBLE = ("exchange", "checkpoint")
-
 
 # The faults of this rank that have not come, and how often, in each step, it has got to a point or
 # made a contribution that one selects.
