@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +28,7 @@ from hvdlite.tools.bench.workloads import (
     RESNET_GROUPS,
     WORKLOADS,
 )
+from hvdlite.torch import distributed  # noqa: F401 - by which torch.distributed finds the ranks
 
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
@@ -38,16 +37,9 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 @contextlib.contextmanager
 def gloo(comm: MPI.Comm) -> Iterator[None]:
-    """Provide torch.distributed on gloo over a communicator's ranks within a context."""
+    """Provide torch.distributed on gloo within a context; hvdlite's backend finds the ranks."""
     with naming("gloo"):
-        names = comm.allgather(MPI.Get_processor_name())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        store: Any = None
-        if comm.rank == 0:  # on a port that is free
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = comm.bcast(store.port if store else 0)
-        store = store or TCPStore(host, port)
-        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        dist.init_process_group("gloo")
     yield
     comm.Barrier()
     dist.destroy_process_group()
@@ -204,15 +196,11 @@ def _hooked(model: nn.Module) -> Trained:
 
 def _group(backend: str) -> Any:
     """Return all ranks on a backend; gloo is that of the default group."""
-    if backend == "gloo":
-        return None
-    importlib.import_module("hvdlite.torch.distributed")
-    return dist.new_group(backend=backend)
+    return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
 
 
 def _fsdp(model: nn.Module, backend: str) -> Trained:
-    group: Any = _group(backend) or dist.group.WORLD
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(_group(backend), "cpu")
     for part in model.children():
         if sum(each.numel() for each in part.parameters()) >= 2**20:
             fully_shard(part, mesh=mesh)
