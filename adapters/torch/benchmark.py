@@ -31,7 +31,6 @@ from hvdlite.tools.bench.workloads import (
 from hvdlite.torch import distributed  # noqa: F401 - by which torch.distributed finds the ranks
 
 Array = np.ndarray[Any, Any]
-Call = Callable[[], object]
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 

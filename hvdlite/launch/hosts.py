@@ -21,6 +21,7 @@ _SLOTS = re.compile(r"\s.*?(?<!\w)slots\s*=\s*(\d{1,9}).*")
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 _MAX_SHOWN = 200
+_LOGIN = 6  # seconds
 # Variables that say that a batch system may have given mpirun other hosts.
 BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
@@ -107,11 +108,10 @@ def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
     return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
-def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:
+def login(host: str, arguments: Sequence[str] = ()) -> str:
     """Log in to a host by ssh with more arguments; return why that fails, or an empty text."""
-    timeout = f"ConnectTimeout={max(int(seconds / 2), 1)}"
-    command = ["ssh", "-o", "BatchMode=yes", *arguments, "-o", timeout, host, "true"]
-    works, line = ask(command, seconds)
+    options = ["-o", "BatchMode=yes", *arguments, "-o", f"ConnectTimeout={_LOGIN // 2}"]
+    works, line = ask(["ssh", *options, host, "true"], _LOGIN)
     return "" if works else line
 
 
