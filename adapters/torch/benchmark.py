@@ -30,7 +30,6 @@ from hvdlite.tools.bench.workloads import (
 )
 from hvdlite.torch import distributed  # noqa: F401 - by which torch.distributed finds the ranks
 
-Array = np.ndarray[Any, Any]
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -124,7 +123,7 @@ class Replica:
         """Return the last step's loss."""
         return self._loss.item()
 
-    def gradients(self) -> Array:
+    def gradients(self) -> np.ndarray[Any, Any]:
         """Return the last step's gradients, flat."""
         found = [parameter.grad for parameter in self._model.parameters()]
         gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
