@@ -104,7 +104,7 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
         return [Finding("MPI library", _FAULT, f"mpi4py loads none: {library}", remedy)], {}
     library = library.partition(",")[0]  # without who built it
     findings = [Finding("MPI library", _OK, f"mpi4py loads {library}")]
-    works, name = find_mpirun(os.environ)
+    works, name = find_mpirun()
     if not works:
         found, _, remedy = name.partition("; ")
         return [*findings, Finding("mpirun", _FAULT, found, remedy)], {}
