@@ -112,19 +112,16 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
     load = os.getloadavg()[0]  # of others, before the self test adds its own
     sizes, failure = _on_two_ranks(self_test.size, {})
     if sizes != [2, 2]:
+        found = f"two ranks did not start: {failure}"
+        remedy = "look at the output of `hvdliterun -np 2 python -m hvdlite.tools.cli.self_test`"
         if sizes:
-            found = f"it starts ranks that MPI takes for jobs of one rank: mpirun is {name}, mpi4py"
+            found = "it starts ranks that MPI takes for jobs of one rank: mpirun is "
+            found += f"{name}, mpi4py loads {library}"
             remedy = (
                 "use the mpirun of the library that mpi4py loads: put it first on PATH, or set "
                 "HVDLITE_MPIRUN to its path"
             )
-            findings[-1] = Finding("mpirun", _FAULT, f"{found} loads {library}", remedy)
-        else:
-            found = f"two ranks did not start: {failure}"
-            command = "hvdliterun -np 2 python -m hvdlite.tools.cli.self_test"
-            remedy = f"look at the output of `{command}`"
-            findings[-1] = Finding("mpirun", _FAULT, found, remedy)
-        return findings, {}
+        return [*findings[:-1], Finding("mpirun", _FAULT, found, remedy)], {}
     ranks: list[dict[str, Any]] = []
     for transport, settings in self_test.TRANSPORTS.items():
         results, failure = _on_two_ranks(self_test.run, settings)
@@ -133,10 +130,9 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
     if not ranks:
         return findings, {}
     bandwidth = {"memcpy": NBYTES / max(rank["memcpy"] for rank in ranks)}
-    for transport in self_test.TRANSPORTS:
-        seconds = [rank["seconds"] for rank in ranks if rank["transport"] == transport]
-        if seconds:
-            bandwidth[transport] = NBYTES / max(seconds)
+    for transport in dict.fromkeys(rank["transport"] for rank in ranks):
+        seconds = (rank["seconds"] for rank in ranks if rank["transport"] == transport)
+        bandwidth[transport] = NBYTES / max(seconds)
     findings += speeds(bandwidth, load, len(os.sched_getaffinity(0)))
     return findings, bandwidth
 
