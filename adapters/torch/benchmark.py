@@ -155,7 +155,7 @@ def replicas(
     if "horovod" in names:
         ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
-    if not any(True for _ in build(workload).buffers()) and "ddp" in chosen:
+    if WORKLOADS[workload].widths and "ddp" in chosen:  # without batch normalisation
         chosen = [name for name in chosen if name != "ddp-no-buffers"]
     on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
