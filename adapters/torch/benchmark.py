@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,24 +28,16 @@ from hvdlite.tools.bench.workloads import (
     RESNET_GROUPS,
     WORKLOADS,
 )
+from hvdlite.torch import distributed  # noqa: F401 - by which torch.distributed finds the ranks
 
-Array = np.ndarray[Any, Any]
-Call = Callable[[], object]
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 @contextlib.contextmanager
 def gloo(comm: MPI.Comm) -> Iterator[None]:
-    """Provide torch.distributed on gloo over a communicator's ranks within a context."""
+    """Provide torch.distributed on gloo within a context; hvdlite's backend finds the ranks."""
     with naming("gloo"):
-        names = comm.allgather(MPI.Get_processor_name())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        store: Any = None
-        if comm.rank == 0:  # on a port that is free
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = comm.bcast(store.port if store else 0)
-        store = store or TCPStore(host, port)
-        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        dist.init_process_group("gloo")
     yield
     comm.Barrier()
     dist.destroy_process_group()
@@ -133,7 +123,7 @@ class Replica:
         """Return the last step's loss."""
         return self._loss.item()
 
-    def gradients(self) -> Array:
+    def gradients(self) -> np.ndarray[Any, Any]:
         """Return the last step's gradients, flat."""
         found = [parameter.grad for parameter in self._model.parameters()]
         gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
@@ -154,7 +144,7 @@ def replicas(
     ways: dict[str, Callable[[nn.Module], Trained]] = {
         "alone": alone,
         "hvdlite": hvdlite,
-        "mpi": lambda model: (model, _AveragingSGD(comm, model)),
+        "mpi": partial(_averaging, comm),
         "ddp": _ddp,
         "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
         "ddp-hvdlite": partial(_ddp, backend="hvdlite"),
@@ -165,7 +155,7 @@ def replicas(
     if "horovod" in names:
         ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
-    if not any(True for _ in build(workload).buffers()) and "ddp" in chosen:
+    if WORKLOADS[workload].widths and "ddp" in chosen:  # without batch normalisation
         chosen = [name for name in chosen if name != "ddp-no-buffers"]
     on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
@@ -204,15 +194,11 @@ def _hooked(model: nn.Module) -> Trained:
 
 def _group(backend: str) -> Any:
     """Return all ranks on a backend; gloo is that of the default group."""
-    if backend == "gloo":
-        return None
-    importlib.import_module("hvdlite.torch.distributed")
-    return dist.new_group(backend=backend)
+    return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
 
 
 def _fsdp(model: nn.Module, backend: str) -> Trained:
-    group: Any = _group(backend) or dist.group.WORLD
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(_group(backend), "cpu")
     for part in model.children():
         if sum(each.numel() for each in part.parameters()) >= 2**20:
             fully_shard(part, mesh=mesh)
@@ -220,20 +206,19 @@ def _fsdp(model: nn.Module, backend: str) -> Trained:
     return alone(model)
 
 
-class _AveragingSGD(torch.optim.SGD):
+def _averaging(comm: MPI.Comm, model: nn.Module) -> Trained:
     """Average the gradients after the backward pass, one by one, by plain MPI."""
+    parameters = list(model.parameters())
 
-    def __init__(self, comm: MPI.Comm, model: nn.Module) -> None:
-        super().__init__(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
-        self._comm = comm
-        self._parameters = list(model.parameters())
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self._parameters:
+    def average(*_: Any) -> None:
+        for parameter in parameters:
             if parameter.grad is not None:
-                self._comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)
-                parameter.grad /= self._comm.size
-        super().step(closure)
+                comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)
+                parameter.grad /= comm.size
+
+    _, optimizer = alone(model)
+    optimizer.register_step_pre_hook(average)
+    return model, optimizer
 
 
 # Models

@@ -10,6 +10,7 @@
     discovery    hosts that come and go, and the number of ranks
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     ports        mpirun's ports, closed to others
+    programs     programs that run to their end for what they print
     torchrun     the variables that torchrun sets, for --torch
     job          a running mpirun: signals, failures, the exit code
     status       what the ranks do, for who asks
@@ -21,5 +22,3 @@ The ranks and the launcher, which talk by `hvdlite.observe.protocol`::
     worker       the program that each rank of hvdlite.run runs
     server       the launcher's end of all connections
 """
-
-from __future__ import annotations

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
 from hvdlite.launch.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

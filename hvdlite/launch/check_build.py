@@ -11,7 +11,7 @@ from importlib import metadata
 
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
-from hvdlite.launch.hosts import ask
+from hvdlite.launch.programs import ask
 from hvdlite.version import __version__
 
 # By name: the distributions that bring it.
@@ -31,9 +31,9 @@ print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0])
 """
 
 
-def report(environment: Mapping[str, str]) -> str:
+def report() -> str:
     """Describe the installation; a missing or broken part is a remark, not an error."""
-    mpi = {"MPI library": ask_library(), "mpirun": find_mpirun(environment)}
+    mpi = {"MPI library": ask_library(), "mpirun": find_mpirun()}
     rows = {name: found if works else f"none: {found}" for name, (works, found) in mpi.items()}
     return table({**software(), **rows})
 
@@ -70,10 +70,10 @@ def ask_library() -> tuple[bool, str]:
     return ask([sys.executable, "-c", _ASK_LIBRARY])
 
 
-def find_mpirun(environment: Mapping[str, str]) -> tuple[bool, str]:
+def find_mpirun() -> tuple[bool, str]:
     """Return whether there is an mpirun, and its version and path, or what is wrong."""
     try:
-        program = mpirun.detect(mpirun.find(environment))
+        program = mpirun.detect(mpirun.find(os.environ))
     except StartError as error:
         return False, str(error)
     return True, f"{program.name} {program.version}, {program.path}"

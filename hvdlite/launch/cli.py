@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         if options.check_build:
-            print(check_build.report(os.environ))
+            print(check_build.report())
             return 0
         return _launch(options)
     except StartError as error:

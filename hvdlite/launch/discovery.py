@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
+from hvdlite.launch import programs
 from hvdlite.launch.hosts import Host, host_key, listed, parse_host, shortened
 from hvdlite.launch.job import say
 from hvdlite.launch.server import Server
@@ -70,7 +70,6 @@ class Discovery:
     script: str = ""
     slots: int = 1
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -89,16 +88,13 @@ class Discovery:
             yield
         finally:
             self._ended.set()
-            if self._process is not None:
-                _kill(self._process)
             thread.join()
 
     def _repeat(self) -> None:
         reported = ""
         while not self._ended.wait(_PERIOD):
-            failure = ""
             try:
-                self.hosts = self._ask()
+                self.hosts, failure = self._ask(), ""
             except StartError as error:
                 failure = str(error)
             if failure and failure != reported and not self._ended.is_set():
@@ -107,40 +103,36 @@ class Discovery:
 
     def _ask(self) -> list[Host]:
         """Run the script, and return the hosts that it prints."""
+
+        def look(seconds: float) -> None:
+            if self._ended.is_set():
+                raise StartError("the job has ended")
+
         what = f"--host-discovery-script {self.script}"
-        # Files, since a child that the script leaves behind may keep a pipe open.
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            self._process = subprocess.Popen(
-                self.script,
-                shell=True,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-            if self._ended.is_set():  # `running` may have looked for one before this one began
-                _kill(self._process)
-            try:
-                code = self._process.wait(_SECONDS_TO_ANSWER)
-            except subprocess.TimeoutExpired:
-                raise StartError(f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s") from None
-            finally:
-                _kill(self._process)  # with the processes that it leaves behind
-                self._process.wait()
-            for file in (out, err):
-                file.seek(0)
-            printed, said = (file.read(_MAX_OUTPUT).decode(errors="replace") for file in (out, err))
-        if code:
-            last = (said.strip().splitlines() or ["no message"])[-1]
-            raise StartError(f"{what}: exit code {code} ({shortened(last)})")
+        ended = programs.run(
+            self.script,
+            _SECONDS_TO_ANSWER,
+            end=_kill,
+            look=look,
+            period=_TICK,
+            most=_MAX_OUTPUT,
+            shell=True,
+            start_new_session=True,
+        )
+        if ended.code is None:
+            raise StartError(f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s")
+        if ended.code:
+            last = (ended.err.strip().splitlines() or ["no message"])[-1]
+            raise StartError(f"{what}: exit code {ended.code} ({shortened(last)})")
         form = "expected 'host:slots' or 'host'"
         return [
             parse_host(line, f"{what}: printed {shortened(line)!r}, {form}", self.slots)
-            for line in filter(None, map(str.strip, printed.splitlines()))
+            for line in filter(None, map(str.strip, ended.out.splitlines()))
         ]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the script, with the processes that it leaves behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -200,17 +192,16 @@ class Sizes:
 
     def follow(self, server: Server) -> Callable[[], None]:
         """Return a function that has a run of the job stop when its size is to change."""
-        known, due, next_look = 0, False, 0.0
+        known, due = 0, False
 
         def look() -> None:
-            nonlocal known, due, next_look
+            nonlocal known, due
             for death in server.deaths[known:]:
                 known += 1
                 for name in server.hosts.get(death.rank, ()):
                     self.blacklist.add(host_key(name))
-            if due or server.left or time.monotonic() < next_look:
+            if due or server.left:
                 return
-            next_look = time.monotonic() + _TICK
             dead = {death.rank for death in server.deaths}
             living = set(server.watching) - dead
             waiting = {*range(server.ranks + server.spares)} - dead - living

@@ -193,15 +193,13 @@ def _check_end(server: Server, code: int) -> None:
 
 def _first_error(failures: Sequence[Failure]) -> BaseException:
     """Return the first error; one that only tells of another rank's end counts last."""
-    errors = []
     for failure in failures:
         if not failure.error:
             return HorovodInternalError(failure.text)
         sent = RemoteError(*pickle.loads(failure.error))
         if not sent.is_consequence:
             return sent.error(failure.rank)
-        errors.append(sent.error(failure.rank))
-    return errors[0]
+    return RemoteError(*pickle.loads(failures[0].error)).error(failures[0].rank)
 
 
 def _raise_not_started(server: Server, how: str) -> NoReturn:

@@ -8,19 +8,20 @@ import ipaddress
 import re
 import socket
 import struct
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
+from hvdlite.launch.programs import ask
 
 # A name that began with a hyphen would be an option of ssh; DNS allows 253 characters.
 _HOST = re.compile(r"(?P<name>\w[\w.-]{0,252})(?::(?P<slots>\d{1,9}))?")
-_SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d{1,9})")
+_SLOTS = re.compile(r"\s.*?(?<!\w)slots\s*=\s*(\d{1,9}).*")
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 _MAX_SHOWN = 200
+_LOGIN = 6  # seconds
 # Variables that say that a batch system may have given mpirun other hosts.
 BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
@@ -83,7 +84,8 @@ def parse_hostfile(path: str) -> list[Host]:
     for number, line in enumerate(lines, start=1):
         if text := line.partition("#")[0].strip():
             found = f"--hostfile {path}, line {number}: found {shortened(text)!r}"
-            hosts.append(_parse_line(text, f"{found}, expected 'host slots=N' or 'host:N'"))
+            problem = f"{found}, expected 'host slots=N' or 'host:N'"
+            hosts.append(parse_host(_SLOTS.sub(r":\1", text), problem))
     if not hosts:
         raise StartError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
     return hosts
@@ -106,32 +108,11 @@ def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
     return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
-def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:
+def login(host: str, arguments: Sequence[str] = ()) -> str:
     """Log in to a host by ssh with more arguments; return why that fails, or an empty text."""
-    timeout = f"ConnectTimeout={max(int(seconds / 2), 1)}"
-    command = ["ssh", "-o", "BatchMode=yes", *arguments, "-o", timeout, host, "true"]
-    works, line = ask(command, seconds)
+    options = ["-o", "BatchMode=yes", *arguments, "-o", f"ConnectTimeout={_LOGIN // 2}"]
+    works, line = ask(["ssh", *options, host, "true"], _LOGIN)
     return "" if works else line
-
-
-def ask(command: Sequence[str], seconds: float = 60.0) -> tuple[bool, str]:
-    """Run a program, which may crash; return whether it succeeded, and its last line."""
-    try:
-        answer = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except FileNotFoundError:
-        return False, f"there is no {command[0]} here"
-    except subprocess.TimeoutExpired:
-        return False, f"no answer within {seconds:g} s"
-    good = answer.returncode == 0
-    lines = (answer.stdout if good else answer.stderr).strip().splitlines()
-    return good, lines[-1] if lines else f"exit code {answer.returncode}"
 
 
 def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
@@ -212,11 +193,3 @@ def parse_host(text: str, problem: str, slots: int = 1) -> Host:
     if not match or not slots:
         raise StartError(problem)
     return Host(match["name"], slots)
-
-
-def _parse_line(text: str, problem: str) -> Host:
-    name, *options = text.split(maxsplit=1)
-    match = _SLOTS.search(options[0]) if options else None
-    if options and (match is None or ":" in name):
-        raise StartError(problem)
-    return parse_host(f"{name}:{match['slots']}" if match else name, problem)

@@ -7,17 +7,16 @@ import pwd
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from hvdlite.errors import StartError
-from hvdlite.launch import ports
+from hvdlite.launch import ports, programs
 from hvdlite.launch.hosts import Host, listed
 
-_SECONDS_TO_ANSWER = 20
+_LIMIT = 20.0  # seconds to answer
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # Variables of one shell, one login or one host, and those that the MPI library carries itself.
 _STAYS = re.compile(
@@ -53,8 +52,9 @@ class Mpirun(ABC):
     ssh_variable: ClassVar[str]
     #: The variables that name a program in the place of ssh.
     agent_variables: ClassVar[Sequence[str]]
-    #: The variables with the networks to use between hosts.
+    #: The variables with the networks to use between hosts, and how many; None: any number.
     network_variables: ClassVar[Sequence[str]]
+    most_networks: ClassVar[int | None] = None
 
     def __init__(self, path: str, version: str) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class Mpirun(ABC):
 
     def networks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the variables that have it use these networks between hosts."""
-        return dict.fromkeys(self.network_variables, ",".join(names))
+        return dict.fromkeys(self.network_variables, ",".join(names[: self.most_networks]))
 
     def close_ports(self, pid: int, has_ranks: bool, are_connected: bool) -> None:
         """Close the ports that mpirun, process `pid`, does not need any more, in a job on one host.
@@ -172,13 +172,10 @@ class MPICH(Mpirun):
     ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
     agent_variables = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER")
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
+    most_networks = 1
 
     def export(self, names: Sequence[str]) -> list[str]:
         return ["-genvall"] if names else []
-
-    def networks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the variables that have it use a network between hosts: it takes one only."""
-        return super().networks(names[:1])
 
 
 class IntelMPI(MPICH):
@@ -201,14 +198,12 @@ class IntelMPI(MPICH):
         """Return its command line: one section for each host."""
         if not hosts:
             return super().arguments(num_proc, hosts, command, exported, more)
-        words, left = [self.path, *self.export(exported), *more], num_proc
+        words, left = [], num_proc
         for host in hosts:
-            here = min(left, host.slots)
-            if here:
-                separator = [":"] if left < num_proc else []
-                words += [*separator, "-host", host.name, "-n", str(here), *command]
+            if here := min(left, host.slots):
+                words += [":", "-host", host.name, "-n", str(here), *command]
             left -= here
-        return words
+        return [self.path, *self.export(exported), *more, *words[1:]]
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         return {"I_MPI_PIN": "0"}
@@ -262,23 +257,17 @@ def detect(path: str) -> Mpirun:
         StartError: it cannot be run, or belongs to no MPI that is known here.
     """
     try:
-        answer = subprocess.run(
-            [path, "--version"],
-            env={"HOME": _home(), **os.environ},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS_TO_ANSWER,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        answer = programs.run([path, "--version"], _LIMIT, env={"HOME": _home(), **os.environ})
+    except OSError as error:
         raise StartError(f"{path} --version: {error}") from None
-    version = re.search(r"\d+\.\d+[\w.]*", answer.stdout)
+    if answer.code is None:
+        raise StartError(f"{path} --version: no answer within {_LIMIT:g} s")
+    version = re.search(r"\d+\.\d+[\w.]*", answer.out)
     for flavour in FLAVOURS:
-        if re.search(flavour.banner, answer.stdout):
+        if re.search(flavour.banner, answer.out):
             return flavour(path, version.group() if version else "unknown")
     known = ", ".join(flavour.name for flavour in FLAVOURS)
-    printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
+    printed = (answer.out + answer.err).strip().partition("\n")[0]
     raise StartError(
         f"{path} is none of {known}: --version printed {printed!r}; "
         "set HVDLITE_MPIRUN to the mpirun of one of them"

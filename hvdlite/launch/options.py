@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,7 @@ _IGNORED = {
     "mpi": _FLAG,
     "jsrun": _FLAG,
 }
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: -*|COMMAND: invalid choice: ')([^'= ]*)")
 # The sections of a config file, and the beginning of their options' names.
 _SECTIONS = {
     "autotune": "autotune_",
@@ -136,12 +138,14 @@ def ssh_arguments(options: argparse.Namespace) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that knows its options and reports each mistake in one line."""
+    """A parser that keeps the lines of its texts, and reports each mistake in one line."""
 
     source = ""  # of the words, if not the command line
+    commands: Sequence[str] = ()  # for which a mistake may stand, beside its options
 
     def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords)
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=form, allow_abbrev=False, **keywords)
         self.options: list[argparse.Action] = []
 
     def begin_group(self, title: str) -> Callable[..., None]:
@@ -155,18 +159,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
-        _, is_unknown, found = message.partition("unrecognized arguments: ")
-        known = [flag for option in self.options for flag in option.option_strings]
-        hint = did_you_mean(found.split(" ")[0].partition("=")[0], known) if is_unknown else ""
-        say(f"{self.source}{message}{hint} (see hvdliterun --help)")
-        sys.exit(StartError.USAGE)
-
-
-def did_you_mean(found: str, known: Sequence[str]) -> str:
-    """Return a hint at the known word that is most like the one that was found, or nothing."""
-    bare = {name.lstrip("-"): name for name in known}
-    similar = difflib.get_close_matches(found.lstrip("-"), bare, 1, 0.7)
-    return f"; did you mean {bare[similar[0]]}?" if similar else ""
+        flags = [flag for option in self.options for flag in option.option_strings]
+        known = {name.lstrip("-"): name for name in (*flags, *self.commands)}
+        if found := _UNKNOWN.search(message):
+            similar = difflib.get_close_matches(found[1], known, 1, 0.7)
+            message += f"; did you mean {known[similar[0]]}?" if similar else ""
+        text = f"{self.prog}: {self.source}{message} (see {self.prog} --help)\n"
+        self.exit(StartError.USAGE, text)
 
 
 def make_parser() -> Parser:
@@ -175,7 +174,6 @@ def make_parser() -> Parser:
         prog="hvdliterun",
         usage="hvdliterun -np N [options] COMMAND [ARGUMENTS]",
         description="Run a command on N processes through mpirun.",
-        allow_abbrev=False,
     )
     number: Any = {"metavar": "N", "type": _at_least(0)}
     positive: Any = {"metavar": "N", "type": _at_least(1)}

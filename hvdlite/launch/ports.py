@@ -35,20 +35,17 @@ def close(pid: int, to_this_host: bool = False) -> None:
 
 def _listeners(pid: int, on_loopback: bool) -> Iterator[socket.socket]:
     """Yield the sockets by which a process listens."""
-    process = -1
     system = ctypes.CDLL(None)
-    with contextlib.suppress(OSError):  # it has ended
-        process = os.pidfd_open(pid)
+    # It may have ended.
+    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # a file that it has closed meanwhile
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
-                    file = system.syscall(_PIDFD_GETFD, process, int(name), 0)
+                    file = system.syscall(_PIDFD_GETFD, process.fileno(), int(name), 0)
                     if file >= 0:
                         with socket.socket(fileno=file) as found:
                             if _is_open(found, on_loopback):
                                 yield found
-    if process >= 0:
-        os.close(process)
 
 
 def _is_open(found: socket.socket, on_loopback: bool) -> bool:
@@ -56,7 +53,5 @@ def _is_open(found: socket.socket, on_loopback: bool) -> bool:
         return False
     if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
-    return (
-        on_loopback
-        or not ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
-    )
+    address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
+    return on_loopback or not address.is_loopback

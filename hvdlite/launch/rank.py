@@ -18,6 +18,7 @@ import glob
 import os
 import select
 import signal
+import struct
 import sys
 import threading
 import time
@@ -30,12 +31,14 @@ if __name__ == "__main__":
     package = sys.modules["hvdlite"] = ModuleType("hvdlite")
     package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
 
-from hvdlite.launch import folders, torchrun
+from hvdlite.launch import folders
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
 
-# The names that process managers give to the number of ranks.
+# The names that process managers give to the number of ranks, and to the rank on its host.
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
@@ -61,6 +64,9 @@ ELASTIC = "HVDLITE_ELASTIC"
 STDIN = "HVDLITE_LAUNCH_STDIN"
 """The environment variable with a position and the path of what rank 0 reads: mpirun hangs where
 much is piped into it (prrte issue 2373)."""
+NODES = "HVDLITE_LAUNCH_NODES"
+"""The environment variable with the first rank on each node, for ``--torch``; empty: nodes have
+equal numbers."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
 
@@ -95,22 +101,21 @@ def main(arguments: Sequence[str]) -> None:
         if forwarding:
             forwarding.enter()
         os.environ[protocol.FOLDER] = folder
-        os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
+        os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}"
         if _shared:
             os.environ[_SHARED_VARIABLE] = _shared
-        if torchrun.NODES in os.environ:
-            os.environ.update(torchrun.own(int(first_of(_SIZE, "1")), manager))
+        if NODES in os.environ:
+            os.environ.update(torch_variables(int(first_of(_SIZE, "1")), manager))
         _run(command, "" if numbers else output, mask)
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
-    is_elastic = os.environ.get(ELASTIC) == "1"
-    others_go_on = is_elastic and steps >= 0 and any(os.pread(steps, 8, 8))  # it has met them
+    last, has_met = struct.unpack("qq", os.pread(steps, 16, 0) or bytes(16))
+    others_go_on = os.environ.get(ELASTIC) == "1" and has_met
     if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
         rank = f"rank {first_of(RANK, '?')} on host {os.uname().nodename}"
-        last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
         text = describe(rank, code) + (f" after step {last}" if last else "")
         if others_go_on:
             if not _send(channel, protocol.DEATH, str(shell_code(code)), text):
@@ -256,7 +261,7 @@ def _own_shared_folder() -> str:
 
 
 def _make_steps() -> int:
-    """Return a file in memory for the number of the rank's last step; -1: there is none.
+    """Return a file in memory for the number of the rank's last step; /dev/null without any.
 
     It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
     descriptor would not survive scripts that start the rank's program with theirs closed.
@@ -265,7 +270,7 @@ def _make_steps() -> int:
         file = os.memfd_create("hvdlite steps")
         os.ftruncate(file, 16)
         return file
-    return -1
+    return os.open(os.devnull, os.O_RDWR)
 
 
 def _notes(folder: str, ranks: str = "") -> dict[str, int]:
@@ -300,6 +305,33 @@ def _wait_for_earlier(folder: str, manager: int) -> set[int]:
         if time.monotonic() > deadline:
             break
     return set()
+
+
+def torch_variables(size: int, manager: int) -> dict[str, str]:
+    """Return what torchrun would set for this rank alone, in a job of so many processes.
+
+    The manager is the process that has started those of this node.
+    """
+    rank = rank_here()
+    local_rank, local_size = int(first_of(_LOCAL_RANK, "0")), int(first_of(_LOCAL_SIZE, "1"))
+    firsts = [int(each) for each in os.environ[NODES].split(",") if each]
+    firsts = [each for each in firsts or range(0, size, local_size) if each < size]
+    ranks = size - int(os.environ.get("HVDLITE_SPARES", "0"))
+    # Of the node, or of a part to which mpirun has bound the rank.
+    cores, bound = (len(os.sched_getaffinity(process)) for process in (manager, 0))
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": sum(each <= rank - local_rank for each in firsts) - 1,
+        "GROUP_WORLD_SIZE": len(firsts),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": ranks,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or max(1, min(cores // local_size, bound)),
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 def _run(command: list[str], output: str, mask: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple, TextIO
+from typing import IO, NamedTuple
 
 from hvdlite.launch import folders
 from hvdlite.launch.rank import SHARED
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
 
 class Server:
-    """Serves the ranks of one job; a context manager, which closes all connections.
+    """Serves the ranks of one job, as a context manager, which closes all connections.
 
     Args:
         addresses: where this host listens for ranks on others; empty: on all of its interfaces;
@@ -97,36 +97,17 @@ class Server:
         self.state: Sequence[Part] = ()
         self.printed: list[str] = []
         self.columns = 80
-        # Before the folder, which would stay if this fails.
-        self._listeners = [] if addresses is None else _listen(addresses or [""])
-        self._resources = contextlib.ExitStack()
-        folder = folders.temporary(tempfile.gettempdir(), SHARED)
-        self.folder = self._resources.enter_context(folder)
-        self._task = task
+        self.key = b"" if addresses is None else secrets.token_bytes(32)
+        self._addresses, self._task = addresses, task
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False
-        # The beginnings of lines, by rank and stream; the first of them is on the terminal.
-        self._live: dict[tuple[int, str], str] = {}
+        # The beginnings of lines, by rank and kind; the first of them is on the terminal.
+        self._live: dict[tuple[int, bytes], str] = {}
         self._is_drawn = False
         self._readers: list[threading.Thread] = []
         # When each one came that has not proved yet that it knows the key, and the others.
         self._strangers: dict[socket.socket, float] = {}
         self._known: set[socket.socket] = set()
-        if addresses is not None:
-            self.key = secrets.token_bytes(32)
-            names = [*addresses, socket.getfqdn(), socket.gethostname()]
-            port = self._listeners[0].getsockname()[1]
-            self.address = protocol.tcp_address(list(dict.fromkeys(names)), port)
-        else:
-            self.key = b""
-            self.address = os.path.join(self.folder, "ranks")
-            self._listeners = [socket.socket(socket.AF_UNIX)]
-            with protocol.short(self.address) as name:
-                self._listeners[0].bind(name)
-            self._listeners[0].listen(128)
-        for listener in self._listeners:
-            listener.settimeout(_TICK)
-            _start(self._accept, listener)
 
     def read(self, output: IO[bytes], kind: bytes) -> None:
         """Show what mpirun itself prints, like a rank's lines of a kind."""
@@ -168,6 +149,22 @@ class Server:
         self.clear()
 
     def __enter__(self) -> Server:
+        with contextlib.ExitStack() as resources:
+            folder = folders.temporary(tempfile.gettempdir(), SHARED)
+            self.folder = resources.enter_context(folder)
+            if self._addresses is not None:
+                self._listeners = _listen(self._addresses or [""])
+                names = [*self._addresses, socket.getfqdn(), socket.gethostname()]
+                port = self._listeners[0].getsockname()[1]
+                self.address = protocol.tcp_address(list(dict.fromkeys(names)), port)
+            else:
+                self.address = os.path.join(self.folder, "ranks")
+                with protocol.short(self.address) as name:
+                    self._listeners = [socket.create_server(name, family=socket.AF_UNIX)]
+            self._resources = resources.pop_all()
+        for listener in self._listeners:
+            listener.settimeout(_TICK)
+            _start(self._accept, listener)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,9 +179,9 @@ class Server:
             raise message
         rank, kind, parts = message
         if kind in (protocol.OUT, protocol.ERR):
-            self._show(_stream(kind), rank, parts[0])
+            self._show(kind, rank, parts[0])
         elif kind == protocol.LIVE and not self._task:
-            self._live[rank, _stream(parts[0])] = parts[1].decode(errors="replace").strip("\r")
+            self._live[rank, bytes(parts[0])] = parts[1].decode(errors="replace").strip("\r")
             self._redraw()
         elif kind == protocol.RESULT:
             self.results[rank] = parts
@@ -214,15 +211,15 @@ class Server:
         self.failures.setdefault(failure.rank, failure)
         self.exited = self.exited or failure
 
-    def _show(self, stream: str, rank: int, received: bytearray) -> None:
+    def _show(self, kind: bytes, rank: int, received: bytearray) -> None:
         """Print lines, each with its rank, where the caller's own output goes now."""
         lines = received.decode(errors="replace").removesuffix("\n").split("\n")
         if rank == _MPIRUN:
             self.printed = (self.printed + lines)[-_REMEMBERED_LINES:]
         prefix = f"[{rank}] " if self._task and rank != _MPIRUN else ""
-        self._live.pop((rank, stream), None)
+        self._live.pop((rank, kind), None)
         self.clear()
-        file: TextIO = getattr(sys, stream)
+        file = sys.stdout if kind == protocol.OUT else sys.stderr
         file.write("".join(f"{prefix}{line}\n" for line in lines))
         file.flush()
         self._redraw()
@@ -253,7 +250,8 @@ class Server:
                 for stranger, since in list(self._strangers.items()):
                     if time.monotonic() > since + _SECONDS_TO_PROVE:
                         _shut_down(stranger)
-                if len(self._strangers) >= _MAX_STRANGERS:
+                strangers = len(self._strangers)
+                if strangers >= _MAX_STRANGERS:
                     time.sleep(_TICK)
                     continue
                 try:
@@ -261,7 +259,7 @@ class Server:
                 except (TimeoutError, ConnectionError):
                     continue
                 except OSError as error:
-                    if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    if error.errno in (errno.EMFILE, errno.ENFILE) and strangers:
                         time.sleep(_TICK)  # until they have been dropped
                         continue
                     self._put(error)
@@ -302,10 +300,6 @@ class Server:
             connection.close()
             self._strangers.pop(connection, None)
             self._known.discard(connection)
-
-
-def _stream(kind: bytes | bytearray) -> str:
-    return "stdout" if kind == protocol.OUT else "stderr"
 
 
 def _listen(addresses: Sequence[str]) -> list[socket.socket]:

@@ -37,7 +37,7 @@ def report(folder: str) -> str:
         )
     deadline = time.monotonic() + _SECONDS
     while True:
-        texts = _texts(ranks)
+        texts = {number: _read(path, size) for number, (_, path, size) in ranks.items()}
         answers = {number: _answer(text) for number, text in texts.items()}
         silent = [number for number, answer in answers.items() if answer is None]
         if not silent or time.monotonic() > deadline:
@@ -64,22 +64,19 @@ def _ask(folder: str) -> dict[int, tuple[int, Path, int]]:
     """Ask all ranks; return each one's process, its file, and the size of that before."""
     ranks = {}
     for path in Path(folder).glob(f"rank.*/{FILE}"):
-        with contextlib.suppress(OSError, ValueError):
-            line, _, _ = (text := path.read_text(errors="replace")).partition("\n")
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has not begun to write
+            line = (text := path.read_bytes()).splitlines(True)[0].decode()
             pid = int(line.split()[1])
-            if process_line(pid) == line + "\n":
-                ranks[int(path.parent.suffix[1:])] = pid, path, len(text.encode())
+            if process_line(pid) == line:
+                ranks[int(path.parent.suffix[1:])] = pid, path, len(text)
                 os.kill(pid, SIGNAL)
     return dict(sorted(ranks.items()))
 
 
-def _texts(ranks: Mapping[int, tuple[int, Path, int]]) -> dict[int, str]:
-    texts = {}
-    for number, (_, path, size) in ranks.items():
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(size)
-            texts[number] = file.read().decode(errors="replace")
-    return texts
+def _read(path: Path, position: int) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[position:].decode(errors="replace")
+    return ""
 
 
 def _answer(text: str) -> list[Pending] | None:

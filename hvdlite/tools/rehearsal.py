@@ -18,23 +18,9 @@ Faults come in the first run of a job that starts again (``hvdliterun --restarts
 number that it had at the start. A step is an optimizer's, from 1; without one, the
 fault comes in the first step in which the rank gets to the point ``count`` times (default 1).
 
-==============  ===================================================================
-point           the rank is about to
-==============  ===================================================================
-``start``       leave ``init()``
-``meet``        meet the others in a round (`hvdlite.engine.rounds`)
-``exchange``    exchange data, on which the ranks have agreed (the default)
-``confirm``     confirm an outcome, which it has
-``deliver``     deliver an outcome, which all have confirmed
-``delivered``   go on with it
-``recover``     form the world of the ranks that are left
-``form``        form the world anew, at a commit of `hvdlite.elastic.run`
-``checkpoint``  replace the previous checkpoint by one that is complete
-``time``        do whatever it does ``after`` seconds from the end of ``init()``
-==============  ===================================================================
-
-Outcomes are confirmed, and worlds formed anew, only in jobs that go on without a rank
-(``hvdliterun --elastic``).
+A ``point`` is one of those that `hvdlite.base.observers` explains (default: ``exchange``), or
+``time``: ``after`` seconds from the end of ``init()``. Outcomes are confirmed, and worlds formed
+anew, only in jobs that go on without a rank (``hvdliterun --elastic``).
 
 A fault that has not come when its rank ends is told on standard error: nothing has been rehearsed.
 
@@ -62,31 +48,17 @@ from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
 from hvdlite.base import observers
-from hvdlite.engine.operation import Operation
 from hvdlite.errors import SettingsError
 from hvdlite.observe import status
 
 VARIABLE = "HVDLITE_REHEARSE"
-POINTS = (
-    "start",
-    "meet",
-    "exchange",
-    "confirm",
-    "deliver",
-    "delivered",
-    "recover",
-    "form",
-    "checkpoint",
-    "time",
-)
-
+_OF_A_ROUND = ("meet", "exchange", "confirm", "deliver", "delivered")
+POINTS = ("start", *_OF_A_ROUND, "recover", "form", "checkpoint", "time")
 _CORRUPTIBLE = ("exchange", "checkpoint")
 
-
-# The faults of this rank that have not come, and how often, in each step, it has got to a point or
-# made a contribution that one selects.
+# The faults of this rank that have not come, and how often, in each step, it has got to theirs.
 _left: list[Fault] = []
-_counts: Counter[tuple[str | Fault, int]] = Counter()
+_counts: Counter[tuple[Fault, int]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -117,6 +89,15 @@ class Fault:
         """Return whether it changes what the rank contributes to an exchange."""
         return self.action == "corrupt" and self.point == "exchange"
 
+    def is_at(self, point: str, step: int, thing: Any) -> bool:
+        """Return whether it is for an observer's point in a step, and for the operation there."""
+        if self.step not in (0, step):
+            return False
+        if not self.corrupts_exchange:
+            return self.point == point
+        # Small contributions leave before the ranks have agreed.
+        return point == "submit" and bool(thing.contribution(self.name))
+
 
 def parse(text: str, ranks: int | None = None) -> list[Fault]:
     """Return the faults that a value of HVDLITE_REHEARSE describes.
@@ -127,16 +108,10 @@ def parse(text: str, ranks: int | None = None) -> list[Fault]:
     Raises:
         SettingsError: It cannot be read, or names a rank that does not exist.
     """
-    faults = [_parse_one(each.strip()) for each in text.split(";") if each.strip()]
-    for fault in faults:
-        if ranks is not None and fault.rank >= ranks:
-            raise SettingsError(
-                f"{VARIABLE}: found {fault.text!r}, expected a rank from 0 to {ranks - 1}"
-            )
-    return faults
+    return [_parse_one(each.strip(), ranks) for each in text.split(";") if each.strip()]
 
 
-def _parse_one(text: str) -> Fault:
+def _parse_one(text: str, ranks: int | None) -> Fault:
     action, _, rest = text.partition(":")
     values = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(Fault)[1:-1]}
@@ -149,22 +124,23 @@ def _parse_one(text: str) -> Fault:
         fault = Fault("")
     is_known = fault.action in _ACTIONS and fault.point in POINTS
     numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
+    problem = ""
     if not is_known or min(numbers) < 0:
-        raise SettingsError(
-            f"{VARIABLE}: found {text!r}, expected for example kill:rank=1,step=7,point=exchange "
-            f"(actions: {', '.join(_ACTIONS)}; then {', '.join(kinds)}; points: "
-            f"{', '.join(POINTS)})"
+        problem = (
+            ", expected for example kill:rank=1,step=7,point=exchange (actions: "
+            f"{', '.join(_ACTIONS)}; then {', '.join(kinds)}; points: {', '.join(POINTS)})"
         )
-    if fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
-        raise SettingsError(
-            f"{VARIABLE}: found {text!r}: there are no data to corrupt at the point "
-            f"{fault.point!r}, expected {' or '.join(_CORRUPTIBLE)}"
+    elif fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
+        problem = (
+            f": there are no data to corrupt at the point {fault.point!r}, expected "
+            f"{' or '.join(_CORRUPTIBLE)}"
         )
-    if not fault.corrupts_exchange and not {"value", "name"}.isdisjoint(options):
-        raise SettingsError(
-            f"{VARIABLE}: found {text!r}: value and name are for corrupt at the point 'exchange'; "
-            "leave them out"
-        )
+    elif not fault.corrupts_exchange and not {"value", "name"}.isdisjoint(options):
+        problem = ": value and name are for corrupt at the point 'exchange'; leave them out"
+    elif ranks is not None and fault.rank >= ranks:
+        problem = f", expected a rank from 0 to {ranks - 1}"
+    if problem:
+        raise SettingsError(f"{VARIABLE}: found {text!r}{problem}")
     return fault
 
 
@@ -197,9 +173,9 @@ def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
             timer.start()
 
 
-def _happen(fault: Fault, path: Any = None) -> None:
+def _happen(fault: Fault, thing: Any = None) -> None:
     _left.remove(fault)
-    _ACTIONS[fault.action](fault, path)
+    _ACTIONS[fault.action](fault, thing)
 
 
 def _tell_what_is_left() -> None:
@@ -208,42 +184,32 @@ def _tell_what_is_left() -> None:
 
 
 def _observe(point: str, *about: Any) -> None:
-    """Have the fault come that is planted where this rank gets to."""
+    """Have the faults come that are planted where this rank gets to."""
     step = status.steps() + 1
-    if point == "submit":  # small contributions leave before the ranks have agreed
-        for operation in about[1]:
-            _corrupt(operation, step)
+    for thing in about[1] if point == "submit" else [next(iter(about), None)]:
+        for fault in [each for each in _left if each.is_at(point, step, thing)]:
+            _counts[fault, step] += 1
+            if _counts[fault, step] == fault.count:
+                _happen(fault, thing)
+
+
+def _corrupt(fault: Fault, thing: Any) -> None:
+    if not fault.corrupts_exchange:
+        _flip_bit(fault, thing)
         return
-    _counts[point, step] += 1
-    for fault in _left:
-        is_here = fault.point == point and fault.step in (0, step)
-        is_due = is_here and _counts[point, step] == fault.count
-        if is_due and not fault.corrupts_exchange:
-            _happen(fault, *about[:1])
-            return
+    name = thing.contribution(fault.name)
+    thing.corrupt(name, fault.value)
+    step = status.steps() + 1
+    _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
 
 
-def _corrupt(operation: Operation, step: int) -> None:
-    for fault in [each for each in _left if each.corrupts_exchange]:
-        if fault.step not in (0, step):
-            continue
-        name = operation.contribution(fault.name)
-        if not name:
-            continue
-        _counts[fault, step] += 1
-        if _counts[fault, step] == fault.count:
-            _left.remove(fault)
-            operation.corrupt(name, fault.value)
-            _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
-
-
-def _stop(fault: Fault, path: Any) -> None:
+def _stop(fault: Fault, thing: Any) -> None:
     resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
     subprocess.Popen(["/bin/sh", "-c", resume], stdin=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise(fault: Fault, path: Any) -> None:
+def _raise(fault: Fault, thing: Any) -> None:
     raise RuntimeError(f"planted by {VARIABLE}: {fault.text}")
 
 
@@ -280,5 +246,5 @@ _ACTIONS: dict[str, Callable[[Fault, Any], object]] = {
     "stop": _stop,
     "delay": lambda fault, _: time.sleep(fault.seconds),
     "raise": _raise,
-    "corrupt": _flip_bit,
+    "corrupt": _corrupt,
 }

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 
 from hvdlite.launch import cli
-from hvdlite.launch.hosts import ask
+from hvdlite.launch.programs import ask
 from hvdlite.version import __version__
 from tests.launch.launcher import ROOT, environment
 
@@ -57,3 +60,15 @@ def test_check_build_where_everything_is_missing():
 def test_a_crash_of_the_library_is_a_remark():
     code = "import os; os.kill(os.getpid(), 11)"
     assert ask([sys.executable, "-c", code]) == (False, "exit code -11")
+
+
+def test_a_program_that_leaves_another_behind_has_answered(tmp_path):
+    """As an ssh that stays for later connections (ControlPersist), and keeps its output open."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nsleep 30 &\necho $! >&2\nexit $1\n")
+    (tmp_path / "ssh").chmod(0o755)
+    began = time.monotonic()
+    assert ask([str(tmp_path / "ssh"), "0"], 20.0) == (True, "exit code 0")
+    works, child = ask([str(tmp_path / "ssh"), "3"], 20.0)
+    assert not works
+    assert time.monotonic() - began < 15
+    os.kill(int(child), signal.SIGKILL)

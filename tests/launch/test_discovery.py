@@ -328,11 +328,10 @@ def test_a_script_is_asked_again_and_again(tmp_path, capsys):
 
 def test_a_script_that_hangs_ends_with_the_job(tmp_path):
     file = tmp_path / "asked"
-    script = f"test -e {file} && exec sleep 60; touch {file}; echo a"
+    script = f"test -e {file} && touch {file}.again && exec sleep 60; touch {file}; echo a"
     began = time.monotonic()
-    with (discovery := Discovery(script=script)).running():
-        process = discovery._process
-        _wait_until(lambda: discovery._process is not process)
+    with Discovery(script=script).running():
+        _wait_until((tmp_path / "asked.again").exists)
     assert time.monotonic() - began < 30
 
 
@@ -403,8 +402,7 @@ def _server(spares=0, **places):
         ({"a": 3}, "b:4", True),
     ],
 )
-def test_when_a_job_stops(running, now, stops, monkeypatch):
-    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+def test_when_a_job_stops(running, now, stops):
     parsed = [Host(name, int(slots)) for name, slots in (each.split(":") for each in now.split())]
     sizes = Sizes(Discovery(parsed), Blacklist(), least=1, most=4)
     server = _server(**running)
@@ -414,8 +412,7 @@ def test_when_a_job_stops(running, now, stops, monkeypatch):
     assert server.asked == int(stops)
 
 
-def test_a_job_does_not_stop_before_all_ranks_have_begun_nor_at_its_end(monkeypatch):
-    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+def test_a_job_does_not_stop_before_all_ranks_have_begun_nor_at_its_end():
     sizes = Sizes(Discovery([Host("a", 4)]), Blacklist(), least=1, most=4)
     server = _server(a=2)
     server.ranks = 3
@@ -429,8 +426,7 @@ def test_a_job_does_not_stop_before_all_ranks_have_begun_nor_at_its_end(monkeypa
     assert server.asked == 1
 
 
-def test_ranks_stay_on_a_host_on_which_one_has_died(monkeypatch):
-    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+def test_ranks_stay_on_a_host_on_which_one_has_died():
     discovery = Discovery([Host("a", 3)])
     sizes = Sizes(discovery, Blacklist(), least=1, most=6, seconds=0.0)
     server = _server(a=3)
@@ -446,8 +442,7 @@ def test_ranks_stay_on_a_host_on_which_one_has_died(monkeypatch):
         Sizes(Discovery([Host("b", 1)]), Blacklist(), least=2, most=6, seconds=0.0).wait(6)
 
 
-def test_spares_count_as_ranks_as_long_as_they_can_come_in(monkeypatch):
-    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+def test_spares_count_as_ranks_as_long_as_they_can_come_in():
     sizes = Sizes(Discovery([Host("a", 3)]), Blacklist((0.0, 0.0)), least=2, most=2, spares=1)
     server = _server(spares=1, a=2)
     look = sizes.follow(server)

@@ -93,7 +93,7 @@ def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     source = Path(rank.__file__).read_text()
     assert source.count("_PASS_ON = 0.3") == 1
     package = Path(rank.__file__).parents[1]
-    for name in ("launch/folders.py", "launch/torchrun.py", "observe/protocol.py"):
+    for name in ("launch/folders.py", "observe/protocol.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(package / name, tmp_path / name)
     program = tmp_path / "launch/rank.py"  # It gives this process, on a busy machine, more time.

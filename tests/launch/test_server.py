@@ -182,25 +182,21 @@ def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
 
 def test_a_process_without_descriptors_waits_until_a_stranger_is_dropped(server, monkeypatch):
     monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 0.5)
-    is_full, accept = threading.Event(), socket.socket.accept
+    accept, is_full = socket.socket.accept, lambda: bool(server._strangers)
 
     def fail_when_full(listener):
-        if is_full.is_set():
+        if is_full():
             raise OSError(errno.EMFILE, "Too many open files")
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", fail_when_full)
     with stranger(server) as connection:
-        while not server._strangers:
-            time.sleep(0.01)
-        is_full.set()
         while connection.recv(protocol.NONCE):
             pass
-        is_full.clear()
     assert_served(server)
     while server._known:
         time.sleep(0.01)
-    is_full.set()
+    is_full = lambda: True  # noqa: E731
     with pytest.raises(OSError, match="Too many"):
         server.serve(10)
 
@@ -240,6 +236,15 @@ def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
         assert len(server.address) > 120
         assert_served(server)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("addresses", [None, ["192.0.2.1"]])  # none of this host's
+def test_no_folder_stays_where_no_socket_can_be_opened(addresses, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(protocol, "short", lambda path: contextlib.nullcontext("/no/such/folder"))
+    with pytest.raises(OSError, match=r"No such file|assign requested"), Server(addresses):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_output_of_mpirun(server, capsys):

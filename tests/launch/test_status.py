@@ -146,6 +146,12 @@ def test_a_stall_that_ends_the_job_is_explained(tmp_path):
     assert re.search(r"waited \d s for rank 1 in 'accuracy'", done.stderr)
 
 
+def test_a_rank_that_has_not_written_its_process_yet(tmp_path):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "status").touch()
+    assert status.report(str(tmp_path)).startswith("no rank on this host has called hvd.init() yet")
+
+
 def test_before_the_ranks_have_begun():
     code = "print('here', flush=True); import time; time.sleep(60)"
     with running("-np", "1", sys.executable, "-c", code) as process:

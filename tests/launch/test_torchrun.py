@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hvdlite.launch import torchrun
+from hvdlite.launch import rank, torchrun
 from hvdlite.launch.hosts import parse_hosts
 from tests.launch.launcher import ROOT, hvdliterun
 
@@ -37,9 +37,9 @@ def test_the_variables_of_torchrun(size):
     ranks = found("--torch", "-np", size, "--restarts", 5)
     chosen = {(each.pop("TORCHELASTIC_RUN_ID"), int(each.pop("MASTER_PORT"))) for each in ranks}
     assert len(chosen) == 1
-    for rank, each in enumerate(ranks):
+    for number, each in enumerate(ranks):
         assert each == {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
             **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
             **{"TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RESTART_COUNT": "0"},
@@ -61,22 +61,23 @@ def test_the_node_of_each_rank(hosts, nodes, monkeypatch):
     (name, *_) = places = parse_hosts(hosts)
     common = torchrun.shared(places, False, 0, 0)
     assert common["MASTER_ADDR"] == name.name
-    for rank, node in enumerate(nodes):
+    for number, node in enumerate(nodes):
         variables = {
-            torchrun.NODES: common[torchrun.NODES],
-            "OMPI_COMM_WORLD_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_RANK": nodes[:rank].count(node),
+            rank.NODES: common[rank.NODES],
+            "OMPI_COMM_WORLD_RANK": number,
+            "OMPI_COMM_WORLD_LOCAL_RANK": nodes[:number].count(node),
             "OMPI_COMM_WORLD_LOCAL_SIZE": nodes.count(node),
         }
         for each, value in variables.items():
             monkeypatch.setenv(each, str(value))
-        own = torchrun.own(len(nodes), os.getppid())
+        own = rank.torch_variables(len(nodes), os.getppid())
         assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (str(node), str(max(nodes) + 1))
-    monkeypatch.setenv(torchrun.NODES, "")
+    monkeypatch.setenv(rank.NODES, "")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
-    own = torchrun.own(6, os.getppid())  # in a batch job, whose hosts the launcher does not know
+    # In a batch job, whose hosts the launcher does not know.
+    own = rank.torch_variables(6, os.getppid())
     assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == ("1", "3")
 
 

@@ -1,3 +1,1 @@
 """A folder for PYTHONPATH: ``import horovod`` finds the module in it, and that finds hvdlite."""
-
-from __future__ import annotations

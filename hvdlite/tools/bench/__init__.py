@@ -21,5 +21,3 @@ that of the slowest rank; every rank computes with one thread. The result of a c
 before it is timed. Spreads are the 10th and 90th percentile of the rounds. A ratio is the median of
 the ratios within each round, which other work on the machine hardly touches.
 """
-
-from __future__ import annotations

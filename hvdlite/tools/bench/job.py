@@ -79,12 +79,13 @@ def run(
         raise
     except Exception as error:  # whatever a contender raises on a rank
         raise StartError(
-            f"the job of {count_text(size, 'rank')} failed: {_describe(error)}", 1
+            f"the job of {count_text(size, 'rank')} failed: {describe(error)}", 1
         ) from error
     return Outcome(*results[0])
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """Say in one line what has failed, and on which rank."""
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     cause = error.__cause__
     if not isinstance(cause, RemoteTraceback) or line.startswith("rank "):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ def count(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """Return a number from 1 on."""
-    return count(text, 1)
+positive = partial(count, least=1)
 
 
 def above_zero(value: Any) -> float:

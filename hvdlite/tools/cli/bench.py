@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import ask, choose_hosts
+from hvdlite.launch.hosts import choose_hosts
+from hvdlite.launch.programs import ask
 from hvdlite.tools.bench import job, report
 from hvdlite.tools.bench.compression_ranks import CANDIDATES
 from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS

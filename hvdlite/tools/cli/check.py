@@ -5,24 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import json
 import mmap
 import os
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdlite.launch import function as launch
+from hvdlite.launch import programs
 from hvdlite.launch.check_build import ask_library, find_mpirun, software, table
 from hvdlite.launch.hosts import all_local, login, parse_hosts
-from hvdlite.tools.cli import script
-from hvdlite.tools.cli.self_test import NBYTES, TRANSPORTS
+from hvdlite.tools.bench.job import describe
+from hvdlite.tools.cli import self_test
+from hvdlite.tools.cli.self_test import NBYTES
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
 EXAMPLES = """\
@@ -31,8 +32,6 @@ examples:
   hvdlite check -H node1:4,node2:4    also, whether these hosts answer
   hvdlite check --json                the same for programs
 """
-_SELF_TEST_SECONDS = 60
-_HOST_SECONDS = 6
 _OK, _FAULT, _NOTE = "ok", "fault", "note"
 # Half of what two ranks reached on two idle cores: as shares of the speed of a copy in memory, and
 # the least speed of that in bytes per second, which memory of today exceeds several times.
@@ -105,53 +104,62 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
         return [Finding("MPI library", _FAULT, f"mpi4py loads none: {library}", remedy)], {}
     library = library.partition(",")[0]  # without who built it
     findings = [Finding("MPI library", _OK, f"mpi4py loads {library}")]
-    works, name = find_mpirun(os.environ)
+    works, name = find_mpirun()
     if not works:
         found, _, remedy = name.partition("; ")
         return [*findings, Finding("mpirun", _FAULT, found, remedy)], {}
     findings.append(Finding("mpirun", _OK, name))
     load = os.getloadavg()[0]  # of others, before the self test adds its own
-    ranks, printed = _self_test()
-    sizes = {rank["size"] for rank in ranks}
-    if sizes != {2}:
-        if sizes == {1}:
-            found = f"it starts ranks that MPI takes for jobs of one rank: mpirun is {name}, mpi4py"
+    sizes, failure = _on_two_ranks(self_test.size, {})
+    if sizes != [2, 2]:
+        found = f"two ranks did not start: {failure}"
+        remedy = "look at the output of `hvdliterun -np 2 python -m hvdlite.tools.cli.self_test`"
+        if sizes:
+            found = "it starts ranks that MPI takes for jobs of one rank: mpirun is "
+            found += f"{name}, mpi4py loads {library}"
             remedy = (
                 "use the mpirun of the library that mpi4py loads: put it first on PATH, or set "
                 "HVDLITE_MPIRUN to its path"
             )
-            findings[-1] = Finding("mpirun", _FAULT, f"{found} loads {library}", remedy)
-        else:
-            found = f"two ranks did not start: {printed}"
-            command = "hvdliterun -np 2 python -m hvdlite.tools.cli.self_test FOLDER"
-            remedy = f"look at the output of `{command}`"
-            findings[-1] = Finding("mpirun", _FAULT, found, remedy)
+        return [*findings[:-1], Finding("mpirun", _FAULT, found, remedy)], {}
+    ranks: list[dict[str, Any]] = []
+    for transport, settings in self_test.TRANSPORTS.items():
+        results, failure = _on_two_ranks(self_test.run, settings)
+        findings.append(_transport(transport, results, failure))
+        ranks += results
+    if not ranks:
         return findings, {}
-    results = [
-        (name, [rank.get("transports", {}).get(name, {}) for rank in ranks]) for name in TRANSPORTS
-    ]
-    findings += [_transport(name, states, printed) for name, states in results]
-    bandwidth = {"memcpy": NBYTES / max(rank["memcpy_seconds"] for rank in ranks)}
-    for name, states in results:
-        seconds = [state["seconds"] for state in states if state.get("transport") == name]
-        if seconds:
-            bandwidth[name] = NBYTES / max(seconds)
+    bandwidth = {"memcpy": NBYTES / max(rank["memcpy"] for rank in ranks)}
+    for transport in dict.fromkeys(rank["transport"] for rank in ranks):
+        seconds = (rank["seconds"] for rank in ranks if rank["transport"] == transport)
+        bandwidth[transport] = NBYTES / max(seconds)
     findings += speeds(bandwidth, load, len(os.sched_getaffinity(0)))
     return findings, bandwidth
 
 
-def _transport(name: str, states: Sequence[dict[str, Any]], printed: str) -> Finding:
-    """Judge a transport by what the ranks have written about it."""
+def _on_two_ranks(
+    function: Callable[[], Any], settings: Mapping[str, str]
+) -> tuple[list[Any], str]:
+    """Return what a function returns on each of two ranks, or why it does not."""
+    limit, unseen = self_test.SECONDS, io.StringIO()
+    with contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
+        try:
+            return launch.run(function, num_proc=2, env=settings, start_timeout=limit), ""
+        except Exception as error:  # whatever ends a rank
+            return [], "; ".join([describe(error), *unseen.getvalue().strip().splitlines()[-1:]])
+
+
+def _transport(name: str, ranks: Sequence[Mapping[str, Any]], failure: str) -> Finding:
+    """Judge a transport by what the ranks have found, or by what has failed."""
     title = f"transport: {name}"
-    wrong = sorted({each for state in states for each in state.get("wrong", ())})
+    if failure:
+        found = f"the self test, of {self_test.SECONDS} s at most, did not end: {failure}"
+        return Finding(title, _FAULT, found, _REPORT)
+    wrong = sorted({each for rank in ranks for each in rank["wrong"]})
     if wrong:
         return Finding(title, _FAULT, f"wrong results of {', '.join(wrong)}", _REPORT)
-    errors = [state["error"] for state in states if "error" in state]
-    if errors or any(state.get("state") != "works" for state in states):
-        found = errors[0] if errors else f"the self test did not end: {printed}"
-        return Finding(title, _FAULT, found, _REPORT)
-    if any(state["transport"] != name for state in states):
-        warnings = [text for state in states for text in state["warnings"]]
+    if any(rank["transport"] != name for rank in ranks):
+        warnings = [text for rank in ranks for text in rank["warnings"]]
         reason = re.search(r"\((.*)\)", warnings[0]) if warnings else None
         return Finding(
             title,
@@ -201,21 +209,6 @@ def _gib(rate: float) -> str:
 _REPORT = "run `hvdlite check --json` again, and report its output with the versions in it"
 
 
-def _self_test() -> tuple[list[dict[str, Any]], str]:
-    """Run the self test; return what each process has written, and the last line printed."""
-    with tempfile.TemporaryDirectory(prefix="hvdlite-check-") as folder:
-        command = [sys.executable, "-m", "hvdlite.tools.cli.self_test", folder]
-        job, _ = script.run("hvdlite check", ["-np", "2"], command, timeout=_SELF_TEST_SECONDS)
-        ranks = []
-        for path in sorted(Path(folder).glob("*.json")):
-            with contextlib.suppress(ValueError):  # half written
-                ranks.append(json.loads(path.read_text()))
-    if job.returncode is None:
-        return ranks, f"no end within {_SELF_TEST_SECONDS} s"
-    lines = (job.stdout + job.stderr).strip().splitlines()
-    return ranks, lines[-1] if lines else f"exit code {job.returncode}"
-
-
 # NCCL
 
 
@@ -251,10 +244,9 @@ def _nccl_files() -> list[Path]:
         folders += [Path(package, "nccl", "lib") for package in packages]
     files = [path for folder in folders for path in sorted(folder.glob("libnccl.so*"))]
     if linker := shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin"):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run([linker, "-p"], capture_output=True, text=True, timeout=10)
-            names = re.findall(r"libnccl\.so\S* .*=> (\S+)", done.stdout)
-            files += [Path(name) for name in names]
+        with contextlib.suppress(OSError):
+            listing = programs.run([linker, "-p"], 10.0).out
+            files += map(Path, re.findall(r"libnccl\.so\S* .*=> (\S+)", listing))
     return list(dict.fromkeys(path.resolve() for path in files if path.is_file()))
 
 
@@ -277,7 +269,7 @@ def _answer(host: str) -> Finding:
     title = f"host {host}"
     if all_local(parse_hosts(host)):
         return Finding(title, _OK, "this machine")
-    reason = login(host, seconds=_HOST_SECONDS)
+    reason = login(host)
     if not reason:
         return Finding(title, _OK, "answers")
     remedy = f"make `ssh {host} true` work without a password, from here and from the first host"

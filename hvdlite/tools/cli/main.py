@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from hvdlite.errors import StartError
 from hvdlite.launch import cli as launcher
@@ -32,21 +30,6 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that keeps the lines of its texts, and reports each mistake in one line."""
-
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **keywords
-        )
-
-    def error(self, message: str) -> NoReturn:
-        found = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
-        if found:
-            message += launcher_options.did_you_mean(found[1], ("run", *COMMANDS, "completion"))
-        self.exit(StartError.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hvdlite`` with arguments, or with this process's; return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
@@ -67,11 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser = launcher_options.Parser(
         prog="hvdlite",
         description="Train on many processes, and see how well that goes.",
         epilog=_EXAMPLES,
     )
+    parser.commands = ("run", *COMMANDS, "completion")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True

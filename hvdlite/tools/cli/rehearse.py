@@ -98,17 +98,17 @@ def _run(fault: str, command: Sequence[str], options: argparse.Namespace) -> dic
     words = ["-np", str(options.np)]
     words += ["--elastic"] if options.elastic else []
     words += ["--restarts", str(options.restarts)] if options.restarts else []
-    job, seconds = script.run(
+    job = script.run(
         f"hvdlite rehearse: {fault or 'no fault'}",
         words,
         command,
         variables={rehearsal.VARIABLE: fault},
         timeout=options.timeout,
     )
-    lines = job.stderr.splitlines()
+    lines = job.err.splitlines()
     told = [
         line for line in lines if line.startswith(_TOLD) or any(part in line for part in _LOGGED)
     ]
-    if job.returncode and not fault:
+    if job.code and not fault:
         told = lines[-script.LAST_LINES :]
-    return {"fault": fault, "code": job.returncode, "seconds": seconds, "told": told}
+    return {"fault": fault, "code": job.code, "seconds": job.seconds, "told": told}

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import count_text, table
 from hvdlite.tools.cli import plots, script
@@ -126,12 +128,13 @@ def _run(number: int, turn: int, command: Sequence[str], options: argparse.Names
     words = ["-np", str(number)]
     words += ["-H", options.hosts] if options.hosts else []
     words += ["--hostfile", options.hostfile] if options.hostfile else []
-    job, seconds = script.run(f"hvdlite scale: {title}", words, command)
-    if job.returncode:
-        lines = (job.stderr or job.stdout).splitlines()[-script.LAST_LINES :]
-        text = f"{title}: exit code {job.returncode}; the last lines of its output:"
-        raise StartError("\n".join([text, *lines]), job.returncode)
-    metric, value = find_speed(job.stdout, options.metric, options.pattern) or (WALL, seconds)
+    job = script.run(f"hvdlite scale: {title}", words, command)
+    seconds = job.seconds
+    if job.code:
+        lines = (job.err or job.out).splitlines()[-script.LAST_LINES :]
+        text = f"{title}: exit code {job.code}; the last lines of its output:"
+        raise StartError("\n".join([text, *lines]), job.code)
+    metric, value = find_speed(job.out, options.metric, options.pattern) or (WALL, seconds)
     unit = "" if metric == WALL else f"{metric} {value:.4g}, "
     print(f"hvdlite scale: {title}: {unit}{seconds:.1f} s", file=sys.stderr, flush=True)
     return Run(metric, value, seconds)
@@ -261,16 +264,12 @@ def plot(document: Mapping[str, Any], path: str) -> None:
     figure, [[left, right]] = plots.figure(10, 4.2, columns=2)
     results, is_wall = document["results"], document["metric"] == WALL
     ranks = [each["ranks"] for each in results]
-    values = [each["speedup" if is_wall else "mean"] for each in results]
-    spread = [
-        value * (each["deviation"] or 0) / each["mean"]
-        for value, each in zip(values, results, strict=True)
-    ]
-    low = [value - by for value, by in zip(values, spread, strict=True)]
-    high = [value + by for value, by in zip(values, spread, strict=True)]
+    values = np.array([each["speedup" if is_wall else "mean"] for each in results])
+    spread = values * [(each["deviation"] or 0) / each["mean"] for each in results]
     unit = "speed-up (by wall time)" if is_wall else document["metric"]
     color = plots.COLORS["hvdlite"]
-    measured = {"measured (mean and standard deviation)": (values, low, high, color)}
+    band = values, values - spread, values + spread, color
+    measured = {"measured (mean and standard deviation)": band}
     plots.speed_over_ranks(left, ranks, values[0] / ranks[0], measured, unit)
     efficiency = [100 * each["efficiency"] for each in results]
     plots.over_ranks(right, ranks, "efficiency in %")

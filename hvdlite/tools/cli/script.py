@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from hvdlite.launch import programs
 from hvdlite.launch.cli import check
+from hvdlite.launch.programs import Ended
 from hvdlite.launch.rank import shell_code
 
 #: How many lines of a job that failed are shown.
@@ -46,7 +44,7 @@ def run(
     command: Sequence[str],
     variables: Mapping[str, str] | None = None,
     timeout: float = math.inf,
-) -> tuple[subprocess.CompletedProcess[str], float]:
+) -> Ended:
     """Run a command once, and print each minute that it still runs.
 
     Args:
@@ -56,33 +54,14 @@ def run(
         timeout: seconds until the job is ended.
 
     Returns:
-        The job, with None as its code if it took too long; and its seconds, with the start.
+        What it printed, its code as a shell counts it, and its seconds, with the start.
     """
-    # Files, because a pipe would stay open as long as anything that the job has left behind.
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as output,
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-    ):
-        start = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hvdlite.launch", *options, *command],
-            env={**os.environ, **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-        )
-        code, seconds = None, 0.0
-        try:
-            while code is None and seconds < timeout:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(min(timeout - seconds, _SECONDS_BETWEEN_NEWS))
-                seconds = time.monotonic() - start
-                if code is None and seconds < timeout:
-                    print(f"{title}: running for {seconds:.0f} s", file=sys.stderr, flush=True)
-        finally:
-            process.terminate()  # hvdliterun ends its ranks
-            process.wait()
-        output.seek(0)
-        errors.seek(0)
-        ended: Any = None if code is None else shell_code(code)
-        return subprocess.CompletedProcess(command, ended, output.read(), errors.read()), seconds
+    ended = programs.run(
+        [sys.executable, "-m", "hvdlite.launch", *options, *command],
+        timeout,
+        end=subprocess.Popen.terminate,  # hvdliterun ends its ranks
+        look=lambda seconds: print(f"{title}: running for {seconds:.0f} s", file=sys.stderr),
+        period=_SECONDS_BETWEEN_NEWS,
+        env={**os.environ, **(variables or {})},
+    )
+    return ended if ended.code is None else ended._replace(code=shell_code(ended.code))

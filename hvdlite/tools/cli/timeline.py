@@ -14,7 +14,7 @@ from hvdlite.tools.bench.report import table
 from hvdlite.tools.trace import page
 from hvdlite.tools.trace.advice import advise
 from hvdlite.tools.trace.analysis import read
-from hvdlite.tools.trace.page import share_text, tensor_cells, time_text
+from hvdlite.tools.trace.page import PARTS, share_cells, tensor_cells, time_text
 
 HELP = "show who waited for whom in a recorded timeline"
 EXAMPLES = """\
@@ -25,7 +25,6 @@ examples:
   hvdlite timeline trace.json --json             the same for programs
 """
 
-_PARTS = ("compute", "exchange", "waiting", "hidden")
 _TENSOR_HEADS = (
     "bucket or tensor",
     "count",
@@ -83,14 +82,9 @@ def describe(document: Mapping[str, Any]) -> str:
             f"mean {time_text(steps['seconds_mean'])}, longest {time_text(steps['seconds_max'])}"
         )
     rows = [
-        (
-            share["name"],
-            f"{share['seconds']:.3f}",
-            *(share_text(share[part], share["seconds"]) for part in _PARTS),
-        )
-        for share in shares
+        (share["name"], f"{share['seconds']:.3f}", *share_cells(share).values()) for share in shares
     ]
-    lines += ["", table(("rank", "seconds", *_PARTS[:-1], "hidden exchange"), rows)]
+    lines += ["", table(("rank", "seconds", *PARTS[:-1], "hidden exchange"), rows)]
     if slowest is not None:
         waited, per_step = time_text(slowest["waited"]), slowest["waited_per_step"]
         each = "" if per_step is None else f", {time_text(per_step)} per step"

@@ -17,7 +17,8 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _MOST_INTERVALS = 60_000  # 2 MB of text
 _STEPS_IN_VIEW = 12  # before the user zooms
 _MOST_BARS = 1000  # in the chart of the steps
-_PARTS = ("compute", "exchange", "waiting")
+PARTS = ("compute", "exchange", "waiting", "hidden")
+"""The parts of a rank's time; the last one is a part of the first."""
 
 
 def render(document: Mapping[str, Any], record: Record) -> str:
@@ -53,9 +54,10 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
-def share_text(part: float | None, whole: float) -> str:
-    """Return a part of a whole in percent; a dash for an unknown one."""
-    return "-" if part is None else f"{part / (whole or 1.0):.1%}"
+def share_cells(share: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parts of a rank's time in percent, by column; a dash for an unknown one."""
+    parts, whole = {part: share[part] for part in PARTS}, share["seconds"] or 1.0
+    return {name: "-" if part is None else f"{part / whole:.1%}" for name, part in parts.items()}
 
 
 def tensor_cells(tensor: Mapping[str, Any]) -> dict[str, str]:
@@ -100,24 +102,22 @@ def _shares(shares: Sequence[Mapping[str, Any]]) -> str:
         whole = share["seconds"]
         bar = "".join(
             f'<i class="{part}" style="width:{100 * (share[part] or 0) / (whole or 1):.3f}%"></i>'
-            for part in _PARTS
-        )
-        cells = "".join(
-            f'<td class="{part}">{share_text(share[part], whole)}</td>'
-            for part in (*_PARTS, "hidden")
+            for part in PARTS[:-1]
         )
         rows.append(
             f'<tr data-rank="{share["rank"]}"><th>{escape(share["name"])}</th>'
-            f'<td class="bar"><div>{bar}</div></td>{cells}'
+            f'<td class="bar"><div>{bar}</div></td>{_cells(share_cells(share))}'
             f'<td class="seconds">{whole:.3f} s</td></tr>'
         )
     return "".join(rows)
 
 
 def _tensor(tensor: Mapping[str, Any]) -> str:
-    cells = tensor_cells(tensor).items()
-    text = "".join(f'<td class="{name}">{value}</td>' for name, value in cells)
-    return f"<tr><th>{escape(tensor['name'])}</th>{text}</tr>"
+    return f"<tr><th>{escape(tensor['name'])}</th>{_cells(tensor_cells(tensor))}</tr>"
+
+
+def _cells(texts: Mapping[str, str]) -> str:
+    return "".join(f'<td class="{name}">{text}</td>' for name, text in texts.items())
 
 
 # The lanes

@@ -22,7 +22,7 @@ os.memfd_create = refuse
 FOREIGN = """#!/bin/sh
 case "$*" in *--version) echo "HYDRA build details:"; echo "    Version: 5.0.0"; exit;; esac
 shift 2
-"$@" & "$@" & wait
+PMI_RANK=0 "$@" & PMI_RANK=1 "$@" & wait
 """
 
 
