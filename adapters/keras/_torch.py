@@ -15,7 +15,7 @@ from hvdlite.gradients.keras_exchange import LABEL, Backend, Synchronizer
 from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.replicas import ReplicaCheck, weight_label
-from hvdlite.gradients.sources import SourceExchange
+from hvdlite.gradients.sources import exchange_of
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
@@ -52,7 +52,7 @@ class TorchBackend(Backend):
         samples = checked_samples(batch_size)
         if samples is not None:
             check_weighted(options.reduction.op)
-        exchange = SourceExchange(
+        exchange = exchange_of(
             LABEL,
             self.describe(variables),
             options.strategy,

@@ -25,7 +25,7 @@ from hvdlite.gradients.keras_exchange import Backend
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.gradients.replicas import ReplicaCheck
-from hvdlite.gradients.sources import SourceExchange
+from hvdlite.gradients.sources import SourceExchange, exchange_of
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.exchange_state import exchange_state
@@ -98,7 +98,7 @@ class GradientAllreduce(Backend):
         state = self.state if options.strategy.stateful else None
         if options.strategy.stateful and state is None:
             state = exchange_state(sources).state
-        spec = SourceExchange(
+        spec = exchange_of(
             numbered(self.label, process_set),
             parameters_of(sources),
             options.strategy,

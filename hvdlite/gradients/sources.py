@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,13 +15,10 @@ from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.plan import describe_sources
 from hvdlite.gradients.replicas import ReplicaCheck
 
-# A program that makes one model after the other must not keep the buckets of all of them.
-_MOST_EXCHANGES = 32
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SourceExchange:
-    """Everything that must be equal on all ranks for their gradients to be exchanged.
+    """The exchange of gradients that are described alike on all ranks; made by `exchange_of`.
 
     Attributes:
         label: Common to all exchanges of a kind, so that ranks whose exchanges differ meet under
@@ -30,32 +26,29 @@ class SourceExchange:
         parameters: Of all sources.
         state: The state of the compression for the sources; None: it has none.
         sparse: The positions in ``parameters`` whose gradients are gathered.
+        dense: The positions of those that travel in buckets.
+        in_buckets: The parameters of these.
     """
 
     label: str
     parameters: tuple[Parameter, ...]
     strategy: Strategy
     reduction: Reduction
-    process_set: ProcessSet = field(compare=False)  # it chooses the engine
-    state: StrategyState | None = None  # each has an identity, and so an exchange, of its own
+    process_set: ProcessSet
+    state: StrategyState | None = None
     sparse: frozenset[int] = frozenset()
+    # A new world begins with none, and the old one's go with its engine.
+    _buckets: WeakKeyDictionary[Engine, GradientBuckets] = field(default_factory=WeakKeyDictionary)
 
-    @cached_property
-    def dense(self) -> tuple[int, ...]:
-        """Return the positions in ``parameters`` of those that travel in buckets."""
-        return tuple(n for n in range(len(self.parameters)) if n not in self.sparse)
-
-    @cached_property
-    def in_buckets(self) -> list[Parameter]:
-        """Return the parameters that travel in buckets."""
-        return [self.parameters[position] for position in self.dense]
+    def __post_init__(self) -> None:
+        self.dense = [n for n in range(len(self.parameters)) if n not in self.sparse]
+        self.in_buckets = [self.parameters[position] for position in self.dense]
 
     def connect(self) -> GradientBuckets:
         """Return the buckets in the current world; they are made once."""
         engine = runtime.engine(self.process_set)
-        exchanges = _exchanges.setdefault(engine, OrderedDict())
-        if self not in exchanges:
-            exchanges[self] = GradientBuckets(
+        if engine not in self._buckets:
+            self._buckets[engine] = GradientBuckets(
                 engine,
                 self.label,
                 self.in_buckets,
@@ -64,10 +57,7 @@ class SourceExchange:
                 also=describe_sources(self.parameters, self.sparse),
                 state=self.state,
             )
-            if len(exchanges) > _MOST_EXCHANGES:
-                exchanges.popitem(last=False)
-        exchanges.move_to_end(self)
-        return exchanges[self]
+        return self._buckets[engine]
 
     def run(
         self,
@@ -88,17 +78,7 @@ class SourceExchange:
         buckets.count_step()
         return [buckets.result_slot(n) if has else None for n, has in enumerate(found)]
 
-    @cached_property
-    def _hash(self) -> int:
-        fields = self.label, self.parameters, self.sparse, self.strategy, self.reduction
-        return hash((*fields, self.state))
 
-    def __hash__(self) -> int:
-        # Looked up for every bucket of every step, and the parameters may be many.
-        return self._hash
-
-
-# By engine: a new world begins with none, and the old one's go with it.
-_exchanges: WeakKeyDictionary[Engine, OrderedDict[SourceExchange, GradientBuckets]] = (
-    WeakKeyDictionary()
-)
+#: Returns the exchange of a description. A state has an identity, and so an exchange, of its own.
+#: A program that makes one model after the other must not keep the buckets of all of them.
+exchange_of = lru_cache(maxsize=32)(SourceExchange)
