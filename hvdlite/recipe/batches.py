@@ -63,15 +63,13 @@ class Batches(Member):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, sharding = self._begin_next()
-        indices = sharding.indices(epoch)
-        for step in range(1, sharding.steps + 1):
+        for step, batch in enumerate(sharding.global_batches(epoch), start=1):
             with membership.lock:
                 numbered = self._numbered(sharding, (epoch, step))
                 # Before the last batch is yielded: a loop that counts steps asks for no other one.
                 self._count(epoch, sharding, step, numbered)
-            if numbered is not sharding:
-                sharding, indices = numbered, numbered.indices(epoch)
-            yield take(self._data, indices[step - 1])
+            sharding = numbered
+            yield take(self._data, sharding.share(batch, sharding.rank))
         self._end(epoch)
 
     def requests(self) -> Iterator[Any]:
