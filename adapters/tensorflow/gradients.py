@@ -123,7 +123,7 @@ class GradientAllreduce(Backend):
                 variables = [v for v in map(value_of, sources) if isinstance(v, tf.Variable)]
                 weights = list(map(tf.convert_to_tensor, variables))
                 run(partial(_keep, given), weights, [], process_set)
-            plan = [] if tf.executing_eagerly() else spec.connect().plan
+            plan = [] if tf.executing_eagerly() else translated(spec.connect)().plan
             exchange = _DenseExchange(spec, plan, check, given, self.leaves_out)
             for number, gradient in exchange.run(dense, samples).items():
                 reduced[spec.dense[number]] = gradient
@@ -264,7 +264,7 @@ class _DenseExchange:
         return dict(zip(numbers, results, strict=True))
 
     def _now(self, numbers: list[int], samples: int | None, *own: tf.Tensor) -> list[tf.Tensor]:
-        """Return averages, and append the numbers of those that only other ranks have."""
+        """Return averages of gradients by their numbers, to which it appends other ranks'."""
         tensors = dict(zip(numbers, own, strict=True))
 
         def find(number: int) -> Any:
@@ -278,6 +278,7 @@ class _DenseExchange:
     def _in_graph(
         self, runs: Sequence[Sequence[Sequence[int]]], samples: Any, *own: tf.Tensor
     ) -> list[tf.Tensor]:
+        """Add the operations of a graph; ``runs`` has for each bucket what `_runs_of` returns."""
         process_set, parameters = self.spec.process_set, self.spec.in_buckets
         weight = [] if samples is None else [tf.convert_to_tensor(samples, tf.int64)]
         if not self.plan:
