@@ -50,6 +50,7 @@ class Batches(Member):
         self._data = data
         self._epoch = 0  # of the sharding
         self._taken = 0  # batches of that epoch that the last iteration has yielded
+        self._asked = 0  # the last one of those that were asked for by number
         self._is_over = False  # whether these are all, so that the next iteration is another epoch
         self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
@@ -89,7 +90,19 @@ class Batches(Member):
             self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
-        return (self._epoch + 1, 0) if self._is_over else (self._epoch, self._taken)
+        if self._is_over:
+            return self._epoch + 1, self._asked
+        return self._epoch, max(self._taken, self._asked)
+
+    def ask(self, step: int) -> tuple[int, Sharding]:
+        """Return the epoch of the next iteration, and the sharding of a step (from 1) of it.
+
+        For a loader that takes batches by number, and ends an epoch by `set_epoch`.
+        """
+        with membership.lock:
+            self._asked = max(self._asked, step)
+            epoch, _ = self.position()
+            return epoch, self._numbered(self.upcoming, (epoch, step))
 
     def begin(self, rank: int, size: int) -> None:
         self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
@@ -178,7 +191,7 @@ class Batches(Member):
         return dataclasses.replace(self.sharding, done=0) if self._is_over else self.sharding
 
     def _begin(self, epoch: int, sharding: Sharding) -> None:
-        self._epoch, self.sharding, self._taken = epoch, sharding, 0
+        self._epoch, self.sharding, self._taken, self._asked = epoch, sharding, 0, 0
         self._is_over = self._is_at_end = False
 
     def _begin_next(self) -> tuple[int, Sharding]:
