@@ -90,15 +90,11 @@ class Batches(Member):
             self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
-        if self._is_over:
-            return self._epoch + 1, self._asked
-        return self._epoch, max(self._taken, self._asked)
+        taken = 0 if self._is_over else self._taken
+        return self._epoch + self._is_over, max(taken, self._asked)
 
     def ask(self, step: int) -> tuple[int, Sharding]:
-        """Return the epoch of the next iteration, and the sharding of a step (from 1) of it.
-
-        For a loader that takes batches by number, and ends an epoch by `set_epoch`.
-        """
+        """Take a step of the next iteration by its number, from 1; return epoch and sharding."""
         with membership.lock:
             self._asked = max(self._asked, step)
             epoch, _ = self.position()
@@ -160,13 +156,11 @@ class Batches(Member):
         """
         if step is None and self._is_over and not self._is_at_end:
             return self.upcoming.position(self._epoch + 1, 0)
-        if step is None:
-            return self.sharding.position(self._epoch, self._taken)
-        if step < 1:
+        if step is not None and step < 1:
             raise ValueError(
                 f"step={step}: expected at least 1; leave it out before the first step"
             )
-        return self.sharding.position(self._epoch, step)
+        return self.sharding.position(self._epoch, self._taken if step is None else step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` has returned, on any number of ranks.

@@ -86,9 +86,8 @@ class Sharding:
     @cached_property
     def global_batch_sizes(self) -> tuple[int, ...]:
         """The number of samples that all ranks together take at each step."""
-        shares = self.shares or self.size
-        ranks = max(shares, self.size)  # not fewer where some have died: the batches stay the same
-        full_batch = self.batch_size * shares
+        ranks = max(self.shares, self.size)  # also where some have died: the batches stay the same
+        full_batch = self.batch_size * (self.shares or self.size)
         full, rest = divmod(self.samples - self.done, full_batch)
         if rest == 0:
             return (full_batch,) * full
