@@ -70,7 +70,7 @@ class ShardedData(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         parts.current.refuse("a hvdlite.keras.shard in fit", "use hvdlite.tensorflow.shard")
-        epoch, sharding = self._batches.position()[0], self._batches.upcoming
+        epoch, sharding = self._batches.ask(step + 1)  # those of the ranks that live
         order = self._order
         if order is None or order[:2] != (epoch, sharding):
             order = self._order = epoch, sharding, sharding.indices(epoch)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.elastic.state import CapturingHandler, ObjectState, State, VariablesHandler
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import batches_per_call, build_optimizer
@@ -44,7 +46,7 @@ class KerasState(ObjectState):
             model=_ModelHandler(model), optimizer=_OptimizerHandler(optimizer), **kwargs
         )
         # Behind the variables: a schedule begins again with the weights that it finds.
-        self._handlers.append(("optimizer", _ExchangeHandler(optimizer)))
+        self._handlers.append(("optimizer", ExchangeHandler(optimizer)))
 
 
 class _ModelHandler(VariablesHandler):
@@ -64,29 +66,36 @@ class _OptimizerHandler(VariablesHandler):
         return found
 
 
-class _ExchangeHandler(CapturingHandler):
-    """Handles what an optimizer's compression and schedule remember."""
+class ExchangeHandler(CapturingHandler):
+    """Handles what compression and schedule remember, of an optimizer or of tapes."""
 
-    def capture(self) -> Any:
-        return self._ask("state_dict")
-
-    def capture_common(self) -> Any:
-        return self._ask("common_state_dict")
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        part = distributed_part(self.value)
-        if part is not None and captured is not None:
-            part._hvdlite.load_state(captured, is_own)
-
-    def gather(self) -> None:
-        self._ask("consolidate")
-
-    def _ask(self, method: str) -> Any:
-        """Call a method of the optimizer's state; None: the optimizer is not distributed."""
+    def states(self) -> dict[Any, tuple[Any, ReduceOp, ProcessSet]]:
+        """Return the states that there are now, each with its reduction and its ranks."""
         part = distributed_part(self.value)
         if part is None:
-            return None
-        return getattr(part._hvdlite.state, method)(part._hvdlite.options.process_set)
+            return {}
+        options = part._hvdlite.options
+        return {"": (part._hvdlite.state, options.reduction.op, options.process_set)}
+
+    def capture(self) -> Any:
+        return {key: each.state_dict(members) for key, (each, _, members) in self.states().items()}
+
+    def capture_common(self) -> Any:
+        states = self.states().items()
+        return {key: each.common_state_dict(members) for key, (each, _, members) in states}
+
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        for key, (state, op, members) in self.states().items():
+            if key in captured:
+                state.load_state_dict(captured[key], op, members, is_own)
+
+    def restore(self) -> None:
+        # A state that has been made since begins again.
+        self.apply({key: self._saved.get(key, {}) for key in self.states()}, is_own=True)
+
+    def gather(self) -> None:
+        for state, _, members in self.states().values():
+            state.consolidate(members)
 
 
 # For each state, the callbacks that update its ``batch`` and its ``epoch``.

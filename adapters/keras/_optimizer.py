@@ -318,7 +318,8 @@ class Distributed:
 
     def load_exchange_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a result of `exchange_state_dict`."""
-        self._hvdlite.load_state(state_dict)
+        options = self._hvdlite.options
+        self._hvdlite.state.load_state_dict(state_dict, options.reduction.op, options.process_set)
 
     def consolidate_exchange_state(self) -> None:
         """Make what compression remembers the same on all ranks; collective.

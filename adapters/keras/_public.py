@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlite import allgather_object, barrier, broadcast_object, common
+from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
-from hvdlite.keras import callbacks
+from hvdlite.keras import _values, callbacks
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._data import shard
 from hvdlite.keras._keras3 import ADAPTER, framework, keras
-from hvdlite.keras._values import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    reducescatter,
-)
+from hvdlite.keras._values import *  # noqa: F403 - the collectives
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.recipe.variables import seed_keras as _seed_keras
 
@@ -34,18 +28,10 @@ else:
 
 __all__ = [
     *common.names,
-    # collectives
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "reducescatter",
-    "broadcast_object",
-    "allgather_object",
-    "barrier",
+    *_values.__all__,
     # training
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
-    "broadcast_global_variables",
     "load_model",
     "callbacks",
     "elastic",

@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
 from hvdlite.compression import Parameter
-from hvdlite.engine import Engine, runtime
-from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.engine import runtime
 from hvdlite.gradients.keras_exchange import LABEL, Backend, Synchronizer
 from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
-from hvdlite.gradients.plan import describe_sources
 from hvdlite.gradients.replicas import ReplicaCheck, weight_label
+from hvdlite.gradients.sources import exchange_of
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
@@ -41,10 +39,6 @@ class TorchBackend(Backend):
         self._state = synchronizer.state.state
         self._replica = synchronizer.replica
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
-        # A new world has a new engine; the old one's exchanges are freed with it.
-        self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
-            WeakKeyDictionary()
-        )
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -54,26 +48,29 @@ class TorchBackend(Backend):
         variables: Sequence[Any],
         batch_size: Any = None,
     ) -> list[torch.Tensor | None]:
+        options = self._options
         samples = checked_samples(batch_size)
         if samples is not None:
-            check_weighted(self._options.reduction.op)
-        parameters = self.describe(variables)
-        exchange = self._exchange_of(parameters)
-        settings = runtime.engine(self._options.process_set).settings
-        leaves_out = self._leaves_out and settings.not_finite == "skip"
-        check = self._check_of(parameters, variables) if self._options.replicates else None
-        if not exchange.plan:
-            exchange.compare(check)
+            check_weighted(options.reduction.op)
+        exchange = exchange_of(
+            LABEL,
+            self.describe(variables),
+            options.strategy,
+            options.reduction,
+            options.process_set,
+            self._state if options.strategy.stateful else None,
+        )
+        check = self._check_of(exchange.parameters, variables) if options.replicates else None
 
-        def gradient(number: int) -> Any:
+        def find(number: int) -> Any:
             own = gradients[number]
             return None if own is None else to_array(as_dense(own))
 
-        found = exchange.exchange(gradient, samples, check, leaves_out)
-        exchange.count_step()
         return [
-            to_tensor_like(exchange.result_slot(number), variables[number].value) if has else None
-            for number, has in enumerate(found)
+            None if average is None else to_tensor_like(average, variable.value)
+            for average, variable in zip(
+                exchange.run(find, samples, check, self._leaves_out), variables, strict=True
+            )
         ]
 
     def are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -113,22 +110,6 @@ class TorchBackend(Backend):
                 lambda: 1 if all(each.value.is_cpu for each in variables) else _GPU_STRIDE,
             )
         return self._checks[parameters]
-
-    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
-        """Return the exchange of these parameters' gradients in the current world."""
-        engine = runtime.engine(self._options.process_set)
-        exchanges = self._exchanges.setdefault(engine, {})
-        if parameters not in exchanges:
-            exchanges[parameters] = GradientBuckets(
-                engine,
-                LABEL,
-                parameters,
-                self._options.strategy,
-                self._options.reduction,
-                also=describe_sources(parameters),
-                state=self._state,
-            )
-        return exchanges[parameters]
 
 
 connect = TorchBackend

@@ -12,12 +12,25 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base.reduction import ReduceOp
+from hvdlite.collectives import allgather_object, barrier, broadcast_object
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import broadcast_arrays, different_on, is_seed
 from hvdlite.world import parts, world
+
+# The public names, of any Keras.
+__all__ = [
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "reducescatter",
+    "broadcast_object",
+    "allgather_object",
+    "barrier",
+    "broadcast_global_variables",
+]
 
 
 def allreduce(

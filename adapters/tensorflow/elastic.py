@@ -8,12 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite import elastic
-from hvdlite.base.reduction import Average
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.elastic import HostUpdate, ObjectState, State
-from hvdlite.elastic.state import CapturingHandler, VariablesHandler
-from hvdlite.engine.process_sets import global_process_set
-from hvdlite.gradients.exchange_state import ExchangeState
-from hvdlite.keras._elastic import KerasState
+from hvdlite.elastic.state import VariablesHandler
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.keras._elastic import ExchangeHandler, KerasState
 from hvdlite.tensorflow.errors import naming_errors
 from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
 
@@ -65,32 +64,18 @@ class _VariablesHandler(VariablesHandler):
         return list(tf.nest.flatten(self.value))
 
 
-class _TapesHandler(CapturingHandler):
+class _TapesHandler(ExchangeHandler):
     """Handles what tapes remember of variables, by the positions of their sources."""
 
-    def capture(self) -> Any:
-        return {key: each.state_dict(global_process_set) for key, each in self._states().items()}
-
-    def capture_common(self) -> Any:
-        states = self._states().items()
-        return {key: each.common_state_dict(global_process_set) for key, each in states}
+    def states(self) -> dict[Any, tuple[Any, ReduceOp, ProcessSet]]:
+        found = exchange_states(tf.nest.flatten(self.value))
+        return {key: (each, Average, global_process_set) for key, each in found.items()}
 
     def apply(self, captured: Any, is_own: bool = False) -> None:
         variables = tf.nest.flatten(self.value)
-        for key, saved in captured.items():
-            state = exchange_state([variables[position] for position in key])
-            state.load_state_dict(saved, Average, global_process_set, is_own)
-
-    def restore(self) -> None:
-        # A state that has been made since begins again.
-        self.apply({key: self._saved.get(key, {}) for key in self._states()}, is_own=True)
-
-    def gather(self) -> None:
-        for state in self._states().values():
-            state.consolidate(global_process_set)
-
-    def _states(self) -> dict[tuple[int, ...], ExchangeState]:
-        return exchange_states(tf.nest.flatten(self.value))
+        for key in captured:
+            exchange_state([variables[position] for position in key])  # made if there is none
+        super().apply(captured, is_own)
 
 
 class TensorFlowKerasState(KerasState):

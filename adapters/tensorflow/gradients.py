@@ -8,40 +8,35 @@ Python as one tensor, because TensorFlow concatenates and splits them faster tha
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.engine import Engine, runtime
-from hvdlite.engine.process_sets import ProcessSet
+from hvdlite.compression import Parameter, Reduction, StrategyState
 from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.keras_exchange import Backend
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.plan import describe_sources, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck
+from hvdlite.gradients.sources import SourceExchange, exchange_of
 from hvdlite.tensorflow.collectives import allreduce
+from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
-from hvdlite.tensorflow.tensors import engine, run, unconverted, value_of
+from hvdlite.tensorflow.tensors import engine, run, to_array, unconverted, value_of
 from hvdlite.tensorflow.variables import Given, ReplicaChecks, named_variables, parameters_of, read
 from hvdlite.world import world
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
-# A program that makes one model after the other must not keep the buckets of all of them.
-_MOST_EXCHANGES = 32
 # Bytes from which on a gradient enters and leaves Python by itself, without a copy.
 _SMALL = 2**16
 
@@ -81,11 +76,10 @@ class GradientAllreduce(Backend):
             samples: The number of samples that this rank's gradients are averages of, a number or
                 a scalar tensor, which weights the average over the ranks; None, on all ranks:
                 all ranks count the same.
-
         """
         options, process_set = self.options, self.options.process_set
-        settings = engine(process_set).settings
-        weight = [] if samples is None else [_samples(samples, options.reduction)]
+        engine(process_set)
+        samples = _samples(samples, options.reduction)
         if options.sparse_as_dense:
             gradients = densified(gradients)
         slices = {
@@ -104,14 +98,14 @@ class GradientAllreduce(Backend):
         state = self.state if options.strategy.stateful else None
         if options.strategy.stateful and state is None:
             state = exchange_state(sources).state
-        spec = ExchangeSpec(
+        spec = exchange_of(
             numbered(self.label, process_set),
             parameters_of(sources),
-            frozenset(slices),
             options.strategy,
             options.reduction,
             process_set,
             state,
+            frozenset(slices),
         )
         dense = {
             number: gradient
@@ -124,15 +118,14 @@ class GradientAllreduce(Backend):
             check, given = self.checks.of(sources, process_set, spec.label)
             if check is not None and given is None and not tf.executing_eagerly():
                 earlier = _updates_before(check, self.checks, sources)
-        plan = plan_for(spec.in_buckets, spec.strategy, settings)
-        leaves_out = self.leaves_out and settings.not_finite == "skip"
-        exchange = _BucketExchange(spec, plan, check, given, leaves_out)
         with in_order(), tf.control_dependencies(earlier):
             if given is not None:
                 variables = [v for v in map(value_of, sources) if isinstance(v, tf.Variable)]
                 weights = list(map(tf.convert_to_tensor, variables))
                 run(partial(_keep, given), weights, [], process_set)
-            for number, gradient in exchange.run(dense, weight).items():
+            plan = [] if tf.executing_eagerly() else translated(spec.connect)().plan
+            exchange = _DenseExchange(spec, plan, check, given, self.leaves_out)
+            for number, gradient in exchange.run(dense, samples).items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 name = f"{spec.label}: {spec.parameters[position].name!r}"
@@ -215,165 +208,100 @@ def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
     ]
 
 
-def _samples(samples: Any, reduction: Reduction) -> tf.Tensor:
-    """Return a number of samples as a tensor; the value of a graph's tensor is checked there."""
+def _samples(samples: Any, reduction: Reduction) -> Any:
+    """Return a number of samples, or a graph's tensor, whose value is checked there."""
+    if samples is None:
+        return None
     check_weighted(reduction.op)
     if not tf.is_tensor(samples) or tf.executing_eagerly():
-        return tf.constant(checked_samples(samples), tf.int64)
+        return checked_samples(samples)
     if not samples.dtype.is_integer or samples.shape.rank not in (0, None):
         raise ValueError(f"batch_size is {samples}; expected a scalar of an integer type")
     return tf.cast(samples, tf.int64)
 
 
-@dataclass(frozen=True)
-class ExchangeSpec:
-    """Everything that must be equal on all ranks for their gradients to be exchanged.
-
-    Attributes:
-        label: Common to all exchanges of a kind, so that ranks whose exchanges differ meet under
-            it and learn the difference.
-        parameters: Of all sources.
-        sparse: The positions in ``parameters`` whose gradients are gathered.
-        state: The state of the compression for the sources; None: it has none.
-    """
-
-    label: str
-    parameters: tuple[Parameter, ...]
-    sparse: frozenset[int]
-    strategy: Strategy
-    reduction: Reduction
-    process_set: ProcessSet = field(compare=False)  # it chooses the engine
-    state: StrategyState | None = None  # each has an identity, and so an exchange, of its own
-
-    @cached_property
-    def dense(self) -> tuple[int, ...]:
-        """Return the positions in ``parameters`` of those that travel in buckets."""
-        return tuple(
-            position for position in range(len(self.parameters)) if position not in self.sparse
-        )
-
-    @cached_property
-    def in_buckets(self) -> list[Parameter]:
-        """Return the parameters that travel in buckets."""
-        return [self.parameters[position] for position in self.dense]
-
-    def connect(self) -> GradientBuckets:
-        """Return the buckets in the current world; they are made once."""
-        exchanges = _exchanges.setdefault(runtime.engine(self.process_set), OrderedDict())
-        if self not in exchanges:
-            exchanges[self] = GradientBuckets(
-                runtime.engine(self.process_set),
-                self.label,
-                self.in_buckets,
-                self.strategy,
-                self.reduction,
-                also=describe_sources(self.parameters, self.sparse),
-                state=self.state,
-            )
-            if len(exchanges) > _MOST_EXCHANGES:
-                exchanges.popitem(last=False)
-        exchanges.move_to_end(self)
-        return exchanges[self]
-
-    @cached_property
-    def _hash(self) -> int:
-        fields = self.label, self.parameters, self.sparse, self.strategy, self.reduction
-        return hash((*fields, self.state))
-
-    def __hash__(self) -> int:
-        # Looked up for every bucket of every step, and the parameters may be many.
-        return self._hash
-
-
-# By engine: a new world begins with none, and the old one's go with it.
-_exchanges: WeakKeyDictionary[Engine, OrderedDict[ExchangeSpec, GradientBuckets]] = (
-    WeakKeyDictionary()
-)
-
-
 @dataclass(frozen=True, eq=False)
-class _BucketExchange:
+class _DenseExchange:
     """The exchange of dense gradients: now, or by operations of a graph.
 
     A graph keeps its methods `compare`, `start` and `finish`, so it has none of its tensors.
 
     Attributes:
-        plan: The buckets at the time when the graph is made.
+        plan: The buckets at the time when a graph is made.
         given: What a graph for a session has given to the comparison; None: it is another one.
         leaves_out: As for `GradientBuckets.finish_bucket`.
     """
 
-    spec: ExchangeSpec
+    spec: SourceExchange
     plan: list[list[int]]
     check: ReplicaCheck | None
     given: Given | None
     leaves_out: bool
 
-    def run(
-        self, gradients: Mapping[int, tf.Tensor], weight: Sequence[tf.Tensor]
-    ) -> dict[int, tf.Tensor]:
-        """Return the reduced gradients, in eager mode also those that only other ranks have.
-
-        Args:
-            weight: The number of samples, if there is one.
-        """
-        reduction, process_set = self.spec.reduction, self.spec.process_set
-        if not self.plan:
-            run(self.compare, [], [], process_set)
-        runs = [_runs_of(members, gradients, self.spec.in_buckets) for members in self.plan]
-        here = [number for joined in runs for numbers in joined for number in numbers]
-        foreign: list[int] = []  # gradients that only other ranks have; in eager mode
-
-        @uninterrupted  # a step is sent whole, or not at all
-        def start(tensors: Iterator[tf.Tensor]) -> None:
-            for index, joined in enumerate(runs):
-                flat = [_concatenate([next(tensors) for _ in numbers]) for numbers in joined]
-                function = partial(self.start, index, [numbers[0] for numbers in joined])
-                run(function, [*flat, *weight], [], process_set)
-
-        def exchange(own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            try:
-                start(iter(own))
-            finally:
-                leave()
-            # All buckets start before the first wait. A bucket without a waiter would block the
-            # next step.
-            return together(self._finish_all(runs, foreign))
+    def run(self, gradients: Mapping[int, tf.Tensor], samples: Any) -> dict[int, tf.Tensor]:
+        """Return the reduced gradients, in eager mode also those that only other ranks have."""
+        numbers = list(gradients)
+        exchange: Callable[..., list[tf.Tensor]] = partial(self._now, numbers, samples)
+        if not tf.executing_eagerly():
+            runs = [_runs_of(members, gradients, self.spec.in_buckets) for members in self.plan]
+            numbers = [number for joined in runs for members in joined for number in members]
+            exchange = partial(self._in_graph, runs, samples)
 
         # Second derivatives are reduced as the first ones are.
         @tf.custom_gradient
-        def differentiable(
-            *own: tf.Tensor,
-        ) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def differentiable(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
             def gradient(*upstream: Any) -> list[tf.Tensor]:
+                op, process_set = self.spec.reduction.op, self.spec.process_set
                 return [
-                    allreduce(tf.convert_to_tensor(each), op=reduction.op, process_set=process_set)
+                    allreduce(tf.convert_to_tensor(each), op=op, process_set=process_set)
                     for each in upstream[: len(own)]
                 ]
 
-            return exchange(own), gradient
+            return exchange(*own), gradient
 
-        own = [gradients[number] for number in here]
-        results = differentiable(*own) if own else exchange(own)
-        return dict(zip((*here, *foreign), results, strict=True))
+        own = [gradients[number] for number in numbers]
+        results = differentiable(*own) if own else exchange()
+        return dict(zip(numbers, results, strict=True))
 
-    def _finish_all(
-        self, runs: Sequence[Sequence[Sequence[int]]], foreign: list[int]
+    def _now(self, numbers: list[int], samples: int | None, *own: tf.Tensor) -> list[tf.Tensor]:
+        """Return averages of gradients by their numbers, to which it appends other ranks'."""
+        tensors = dict(zip(numbers, own, strict=True))
+
+        def find(number: int) -> Any:
+            return to_array(tensors[number]) if number in tensors else None
+
+        found = translated(self.spec.run)(find, samples, self.check, self.leaves_out)
+        anywhere = (number for number, average in enumerate(found) if average is not None)
+        numbers.extend(number for number in anywhere if number not in tensors)
+        return [tf.convert_to_tensor(found[number]) for number in numbers]
+
+    def _in_graph(
+        self, runs: Sequence[Sequence[Sequence[int]]], samples: Any, *own: tf.Tensor
     ) -> list[tf.Tensor]:
-        parameters = self.spec.in_buckets
+        """Add the operations of a graph; ``runs`` has for each bucket what `_runs_of` returns."""
+        process_set, parameters = self.spec.process_set, self.spec.in_buckets
+        weight = [] if samples is None else [tf.convert_to_tensor(samples, tf.int64)]
+        if not self.plan:
+            run(self.compare, [], [], process_set)
+        tensors = iter(own)
+        for index, joined in enumerate(runs):
+            flat = [_concatenate([next(tensors) for _ in numbers]) for numbers in joined]
+            start = partial(self.start, index, [numbers[0] for numbers in joined])
+            run(start, [*flat, *weight], [], process_set)
+        # All buckets start before the first wait. A bucket without a waiter would block the next
+        # step.
         wanted = [numbers for joined in runs for numbers in joined]
         shapes = [[parameters[number].shape for number in numbers] for numbers in wanted]
-        flat = [each[0] if len(each) == 1 else (sum(map(math.prod, each)),) for each in shapes]
         specs = [
-            tf.TensorSpec(shape, tf.as_dtype(parameters[numbers[0]].dtype))
-            for shape, numbers in zip(flat, wanted, strict=True)
+            tf.TensorSpec(
+                each[0] if len(each) == 1 else (sum(map(math.prod, each)),),
+                tf.as_dtype(parameters[numbers[0]].dtype),
+            )
+            for each, numbers in zip(shapes, wanted, strict=True)
         ]
-        finish = partial(self.finish, wanted, foreign if tf.executing_eagerly() else None)
-        found = run(finish, [], specs, self.spec.process_set)
-        results = []
-        for tensor, each in zip(found, shapes, strict=False):
-            results += _split(tensor, each)
-        return [*results, *found[len(wanted) :]]
+        found = run(partial(self.finish, wanted), [], specs, process_set)
+        parts = [_split(tensor, each) for tensor, each in zip(found, shapes, strict=True)]
+        return together([tensor for part in parts for tensor in part])
 
     def compare(self) -> list[Any]:
         """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
@@ -399,40 +327,33 @@ class _BucketExchange:
         exchange.start_bucket(index, gradients, samples, self.check)
         return []
 
-    def finish(self, runs: Sequence[Sequence[int]], foreign: list[int] | None) -> list[Any]:
+    def finish(self, runs: Sequence[Sequence[int]]) -> list[Any]:
         """Wait for all buckets, and return the averages.
 
         Args:
             runs: The numbers of the gradients that are wanted; neighbours are returned flat.
-            foreign: Gets the gradients that only other ranks have, which then come last; None: they
-                are refused, because a graph's structure is fixed.
         """
         exchange = self.spec.connect()
-        here = {number for numbers in runs for number in numbers}
         try:
             for index, members in enumerate(self.plan):
                 presence = exchange.finish_bucket(index, self.leaves_out)
-                if foreign is None:
-                    _check_presence(exchange, members, presence)
-                else:
-                    anywhere = zip(members, presence.any(axis=0), strict=True)
-                    foreign.extend(number for number, has in anywhere if has and number not in here)
+                _check_presence(exchange, members, presence)
             exchange.count_step()
         finally:
             if self.given is not None:
                 self.given.clear()  # the ranks have compared them
-        return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
+        return [exchange.result_of(numbers) for numbers in runs]
 
 
 def _runs_of(
     members: Sequence[int], gradients: Mapping[int, Any], parameters: Sequence[Parameter]
 ) -> list[list[int]]:
-    """Return the gradients of a bucket that are here: small neighbours together, in graphs."""
+    """Return the gradients of a bucket that are here, small neighbours together."""
     runs: list[list[int]] = []
     joins = False  # whether the next one may be joined to the last
     for number in members:
         is_small = 0 < parameters[number].nbytes < _SMALL
-        may_join = number in gradients and is_small and not tf.executing_eagerly()
+        may_join = number in gradients and is_small
         if may_join and joins:
             runs[-1].append(number)
         elif number in gradients:

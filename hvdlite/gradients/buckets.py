@@ -340,8 +340,9 @@ class GradientBuckets:
         """Wait for a bucket that has been started.
 
         Args:
-            leaves_out: whether the caller leaves out a step whose averages are not finite. Such
-                averages are then no error here, and `count_step` logs that.
+            leaves_out: whether the caller, with HVDLITE_NOT_FINITE=skip, leaves out a step whose
+                averages are not finite. Such averages are then no error here, and `count_step`
+                logs that.
 
         Returns:
             Bools of shape (ranks, parameters of the bucket): which rank had which gradient.
@@ -359,6 +360,7 @@ class GradientBuckets:
                 self.check.end()
             return bucket.kinds != ABSENT
         except BaseException as error:
+            leaves_out = leaves_out and self._settings.not_finite == "skip"
             if leaves_out and isinstance(error, NotFiniteError):
                 self._left_out = self._left_out or error
                 return bucket.kinds != ABSENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
@@ -187,11 +187,6 @@ class Synchronizer:
             path.check(options, accumulates, scales_loss)
             self.path = path(self, self._backend)
             self.state = self.path.state
-
-    def load_state(self, saved: Mapping[str, Any], is_own: bool = False) -> None:
-        """Load a state, which this process may have saved under another number (``is_own``)."""
-        options = self.options
-        self.state.load_state_dict(saved, options.reduction.op, options.process_set, is_own)
 
     @contextmanager
     def reduced(

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import IO, Any
 
 import ml_dtypes
@@ -43,20 +43,22 @@ _DTYPES |= {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-def named(structure: Any, arrays: _Arrays, tensor_key: str) -> dict[str, npt.NDArray[Any]]:
+def named(
+    arrays: _Arrays, paths: Iterable[tuple[Any, ...]], tensor_key: str
+) -> dict[str, npt.NDArray[Any]]:
     """Name what `flatten` has returned: each array by its path, made unique.
 
     Args:
-        structure: the tree in JSON.
-        tensor_key: the only key of the dicts that mark an array as a tensor; empty: none do.
+        tensor_key: the key of the dicts that mark an array as a tensor; empty: none do.
 
     Raises:
         TypeError: the format cannot hold an array.
     """
     found: dict[str, npt.NDArray[Any]] = {}
-    for path, array in zip(_paths(structure, tensor_key), arrays, strict=True):
+    for path, array in zip(paths, arrays, strict=True):
+        keys = path[:-1] if path[-1:] == (tensor_key,) else path
         # JSON of other languages has no lone surrogates.
-        name = ".".join(path).encode(errors="replace").decode() or "state"
+        name = ".".join(map(str, keys)).encode(errors="replace").decode() or "state"
         while name in found or name == _METADATA:
             name += "_"
         if array.dtype not in _CODES:
@@ -148,20 +150,3 @@ def _layout(name: str, array: npt.NDArray[Any]) -> list[Any]:
 
 def _bytes_of(array: npt.NDArray[Any]) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _paths(node: Any, tensor_key: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each array, in their order."""
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from _paths(item, tensor_key, (*path, str(index)))
-    elif isinstance(node, dict):
-        ((kind, content),) = node.items()
-        if kind == "dict":
-            is_tensor = [key for key, _ in content] == [tensor_key]
-            for key, item in content:
-                yield from _paths(item, tensor_key, path if is_tensor else (*path, str(key)))
-        elif kind == "tuple":
-            yield from _paths(content, tensor_key, path)
-        elif kind in ("array", "scalar", "bytes"):
-            yield path

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hvdlite.errors import CheckpointError
 
 _Arrays = list[npt.NDArray[Any]]
+_Path = tuple[Any, ...]  # the keys and indices that lead to a value
 
 _ALLOWED = (
     "dict, list, tuple, None, bool, int, float, str, bytes, numpy scalars and numpy arrays "
@@ -42,10 +43,10 @@ def check_version(path: str, version: Any, known: int) -> None:
         )
 
 
-def flatten(state: Any) -> tuple[Any, _Arrays]:
+def flatten(state: Any) -> tuple[Any, _Arrays, list[_Path]]:
     """Split a tree into a structure for ``json`` and the arrays that it refers to by number.
 
-    The arrays are the tree's own, not copies.
+    The arrays are the tree's own, not copies. With them comes the path of each.
 
     Args:
         state: A tree of dicts, lists and tuples (subclasses come back as these), of plain
@@ -55,11 +56,12 @@ def flatten(state: Any) -> tuple[Any, _Arrays]:
         TypeError: The tree holds another type.
         ValueError: The tree contains itself, or is nested too deeply.
     """
-    arrays: _Arrays = []
+    found: list[tuple[_Path, npt.NDArray[Any]]] = []
     try:
-        return _encode(state, "state", arrays), arrays
+        structure = _encode(state, (), found)
     except RecursionError:
         raise ValueError(_ENDLESS) from None
+    return structure, [array for _, array in found], [path for path, _ in found]
 
 
 def unflatten(node: Any, arrays: _Arrays) -> Any:
@@ -104,27 +106,27 @@ def map_leaves(
         raise ValueError(_ENDLESS) from None
 
 
-def _encode(value: Any, path: str, arrays: _Arrays) -> Any:
+def _encode(value: Any, path: _Path, found: list[Any]) -> Any:
     # numpy's scalars come first: np.float64 is also a float, np.str_ also a str.
     if isinstance(value, np.generic):
-        return {"scalar": _encode_array(np.asarray(value), path, arrays)}
+        return {"scalar": _encode_array(np.asarray(value), path, found)}
     if type(value) in (np.ndarray, np.memmap):
-        return {"array": _encode_array(value, path, arrays)}
+        return {"array": _encode_array(value, path, found)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return _encode_plain(value)
     if isinstance(value, bytes):
-        return {"bytes": _encode_array(np.frombuffer(value, np.uint8), path, arrays)}
+        return {"bytes": _encode_array(np.frombuffer(value, np.uint8), path, found)}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, f"{path}[{index}]", arrays) for index, item in enumerate(value)]
+        items = [_encode(item, (*path, index), found) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         return {
             "dict": [
-                [_encode_key(key, path), _encode(item, f"{path}[{key!r}]", arrays)]
+                [_encode_key(key, path), _encode(item, (*path, key), found)]
                 for key, item in value.items()
             ]
         }
-    raise TypeError(f"{path} is a {_type_name(value)}; a checkpoint holds {_ALLOWED}")
+    raise TypeError(f"{_text(path)} is a {_type_name(value)}; a checkpoint holds {_ALLOWED}")
 
 
 def _encode_plain(value: bool | int | float | str | None) -> Any:
@@ -135,22 +137,28 @@ def _encode_plain(value: bool | int | float | str | None) -> Any:
     return value
 
 
-def _encode_key(key: Any, path: str) -> Any:
+def _encode_key(key: Any, path: _Path) -> Any:
     if isinstance(key, np.generic) or not (key is None or isinstance(key, (bool, int, float, str))):
         raise TypeError(
-            f"the key {key!r} of {path} is a {_type_name(key)}; "
+            f"the key {key!r} of {_text(path)} is a {_type_name(key)}; "
             "a key is a str, int, float, bool or None"
         )
     return _encode_plain(key)
 
 
-def _encode_array(array: npt.NDArray[Any], path: str, arrays: _Arrays) -> Any:
+def _encode_array(array: npt.NDArray[Any], path: _Path, found: list[Any]) -> Any:
     """Append the array and return its number, with its dtype if numpy's format lacks it."""
     is_extension = array.dtype in EXTENSION_DTYPES.values()
     if not is_extension and (array.dtype.hasobject or not _survives(array.dtype)):
-        raise TypeError(f"{path} is an array of dtype {array.dtype}; a checkpoint holds {_ALLOWED}")
-    arrays.append(array)
-    return [len(arrays) - 1, array.dtype.name if is_extension else None]
+        raise TypeError(
+            f"{_text(path)} is an array of dtype {array.dtype}; a checkpoint holds {_ALLOWED}"
+        )
+    found.append((path, array))
+    return [len(found) - 1, array.dtype.name if is_extension else None]
+
+
+def _text(path: _Path) -> str:
+    return "state" + "".join(f"[{each!r}]" for each in path)
 
 
 def _survives(dtype: np.dtype[Any]) -> bool:

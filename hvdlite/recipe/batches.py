@@ -50,6 +50,7 @@ class Batches(Member):
         self._data = data
         self._epoch = 0  # of the sharding
         self._taken = 0  # batches of that epoch that the last iteration has yielded
+        self._asked = 0  # the last one of those that were asked for by number
         self._is_over = False  # whether these are all, so that the next iteration is another epoch
         self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
@@ -63,15 +64,13 @@ class Batches(Member):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, sharding = self._begin_next()
-        indices = sharding.indices(epoch)
-        for step in range(1, sharding.steps + 1):
+        for step, batch in enumerate(sharding.global_batches(epoch), start=1):
             with membership.lock:
                 numbered = self._numbered(sharding, (epoch, step))
                 # Before the last batch is yielded: a loop that counts steps asks for no other one.
                 self._count(epoch, sharding, step, numbered)
-            if numbered is not sharding:
-                sharding, indices = numbered, numbered.indices(epoch)
-            yield take(self._data, indices[step - 1])
+            sharding = numbered
+            yield take(self._data, sharding.share(batch, sharding.rank))
         self._end(epoch)
 
     def requests(self) -> Iterator[Any]:
@@ -91,7 +90,15 @@ class Batches(Member):
             self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
-        return (self._epoch + 1, 0) if self._is_over else (self._epoch, self._taken)
+        taken = 0 if self._is_over else self._taken
+        return self._epoch + self._is_over, max(taken, self._asked)
+
+    def ask(self, step: int) -> tuple[int, Sharding]:
+        """Take a step of the next iteration by its number, from 1; return epoch and sharding."""
+        with membership.lock:
+            self._asked = max(self._asked, step)
+            epoch, _ = self.position()
+            return epoch, self._numbered(self.upcoming, (epoch, step))
 
     def begin(self, rank: int, size: int) -> None:
         self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
@@ -149,13 +156,11 @@ class Batches(Member):
         """
         if step is None and self._is_over and not self._is_at_end:
             return self.upcoming.position(self._epoch + 1, 0)
-        if step is None:
-            return self.sharding.position(self._epoch, self._taken)
-        if step < 1:
+        if step is not None and step < 1:
             raise ValueError(
                 f"step={step}: expected at least 1; leave it out before the first step"
             )
-        return self.sharding.position(self._epoch, step)
+        return self.sharding.position(self._epoch, self._taken if step is None else step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` has returned, on any number of ranks.
@@ -180,7 +185,7 @@ class Batches(Member):
         return dataclasses.replace(self.sharding, done=0) if self._is_over else self.sharding
 
     def _begin(self, epoch: int, sharding: Sharding) -> None:
-        self._epoch, self.sharding, self._taken = epoch, sharding, 0
+        self._epoch, self.sharding, self._taken, self._asked = epoch, sharding, 0, 0
         self._is_over = self._is_at_end = False
 
     def _begin_next(self) -> tuple[int, Sharding]:

@@ -199,11 +199,11 @@ class Checkpoint:
                 f"{self.path} would be a file for torch.load: use hvdlite.torch.checkpoint(), or "
                 "name it .npz or .safetensors"
             )
-        structure, arrays = flatten(self._encode(state))
+        structure, arrays, paths = flatten(self._encode(state))
         if copied:
             arrays = [array.copy(order="K") for array in arrays]
         if self.path.suffix == ".safetensors":
-            named = _safetensors.named(structure, arrays, self._tensor_key)
+            named = _safetensors.named(arrays, paths, self._tensor_key)
             return lambda file: _safetensors.write(file, structure, named)
         return lambda file: _npz.write(file, structure, arrays)
 

@@ -87,7 +87,11 @@ def progress(
 
 @dataclass(eq=False, repr=False)
 class Progress(Generic[_Batch]):
-    """A progress bar; made by `progress`. A context manager, which closes it."""
+    """A progress bar; made by `progress`. A context manager, which closes it.
+
+    Attributes:
+        steps: The number of steps so far.
+    """
 
     _iterable: Iterable[_Batch]
     _prefix: str
@@ -98,7 +102,7 @@ class Progress(Generic[_Batch]):
     _whole: float
 
     def __post_init__(self) -> None:
-        self._steps = self._initial
+        self.steps = self._initial
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
@@ -110,11 +114,6 @@ class Progress(Generic[_Batch]):
             self._bar = _bar(self._prefix, self._total, self._initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
             self._due = self._opened + self._interval
-
-    @property
-    def steps(self) -> int:
-        """The number of steps so far."""
-        return self._steps
 
     @property
     def samples_per_s(self) -> float:
@@ -133,12 +132,12 @@ class Progress(Generic[_Batch]):
         Args:
             samples: This rank's samples in it.
         """
-        self._steps += 1
+        self.steps += 1
         self._samples += samples
-        if self._steps == self._initial + 1 and self._total != 1:
+        if self.steps == self._initial + 1 and self._total != 1:
             self._begin()
         # The end is drawn by `close`.
-        if self._is_open and self._steps != self._total and time.perf_counter() >= self._due:
+        if self._is_open and self.steps != self._total and time.perf_counter() >= self._due:
             self._draw()
             self._due = time.perf_counter() + self._interval
 
@@ -174,7 +173,7 @@ class Progress(Generic[_Batch]):
         self.close()
 
     def _begin(self) -> None:
-        self._began, self._first, self._samples = time.perf_counter(), self._steps, 0
+        self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
         self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
 
     def _seconds(self) -> float:
@@ -184,18 +183,18 @@ class Progress(Generic[_Batch]):
     def _draw(self) -> None:
         parts = ", ".join(self._parts())
         if self._bar is None:
-            done = f"{self._steps} of {self._total}" if self._total else f"{self._steps}"
+            done = f"{self.steps} of {self._total}" if self._total else f"{self.steps}"
             print(f"{self._prefix}step {done}{parts and ', '}{parts}", file=sys.stderr, flush=True)
         else:
             parts = parts.replace("{", "{{").replace("}", "}}")
             done = "{percentage:3.0f}% |{bar}| " if self._total else "step {n} "
             # Without a total, tqdm's bar is blank; with a bar, tqdm cuts what is too long.
             self._bar.bar_format = f"{{desc}}{done}{parts}{'' if self._total else '{bar}'}"
-            self._bar.n = self._steps
+            self._bar.n = self.steps
             self._bar.refresh()
 
     def _parts(self) -> list[str]:
-        seconds, steps = self._seconds(), self._steps - self._first
+        seconds, steps = self._seconds(), self.steps - self._first
         parts = [f"{name} {_readable(figure)}" for name, figure in self._figures.items()]
         if steps and self._samples:
             parts.insert(0, f"{_readable(self.samples_per_s)} {self._unit}/s")
@@ -204,7 +203,7 @@ class Progress(Generic[_Batch]):
         if not self._is_open:
             parts.append(f"in {_clock(time.perf_counter() - self._opened)}")
         elif self._total and steps:
-            left = max(self._total - self._steps, 0) * seconds / steps
+            left = max(self._total - self.steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
             share = (self._waits.seconds - self._waited_before) / seconds

@@ -86,14 +86,15 @@ class Sharding:
     @cached_property
     def global_batch_sizes(self) -> tuple[int, ...]:
         """The number of samples that all ranks together take at each step."""
+        ranks = max(self.shares, self.size)  # also where some have died: the batches stay the same
         full_batch = self.batch_size * (self.shares or self.size)
         full, rest = divmod(self.samples - self.done, full_batch)
         if rest == 0:
             return (full_batch,) * full
-        if full == 0 or (2 * rest >= full_batch and rest >= self.size):
+        if full == 0 or (2 * rest >= full_batch and rest >= ranks):
             return (full_batch,) * full + (rest,)
         tail = full_batch + rest
-        halves = ((tail + 1) // 2, tail // 2) if tail >= 2 * self.size else (tail,)
+        halves = ((tail + 1) // 2, tail // 2) if tail >= 2 * ranks else (tail,)
         return (full_batch,) * (full - 1) + halves
 
     @property

@@ -83,6 +83,18 @@ def test_sharded_data_in_fit():
         assert same_on_all_ranks(model.get_weights())
 
 
+def test_the_ranks_that_are_left_share_the_data_in_fit():
+    size = hvd.size()
+    batches = hvd.shard(np.arange(6 * size), 2, shuffle=False)
+    before = batches[0]
+    assert batches.position() == (0, 1)
+    batches.renumber(batches.position(), 0, 1)  # all others have died
+    np.testing.assert_array_equal(batches[0], before)  # which all ranks had taken
+    np.testing.assert_array_equal(batches[1], np.arange(2 * size, 4 * size))
+    batches.on_epoch_end()
+    np.testing.assert_array_equal(batches[0], np.arange(2 * size))
+
+
 def test_the_order_of_an_epoch_is_made_once():
     batches = hvd.shard(np.zeros(5 * hvd.size()), 1)
     make = Sharding.indices

@@ -178,6 +178,17 @@ def test_every_sample_once_after_stopping_at_any_step(before, after):
             np.testing.assert_array_equal(np.sort(together), np.arange(samples))
 
 
+@pytest.mark.parametrize("batch_size", BATCHES)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+def test_the_ranks_that_are_left_share_the_same_global_batches(before, after, batch_size):
+    for samples in range(before, 4 * before * batch_size + 1):
+        old = Sharding(samples, batch_size, rank=0, size=before)
+        new = [old.taken_over(rank, after) for rank in range(after)]
+        assert all(each.global_batch_sizes == old.global_batch_sizes for each in new)
+        shared = zip(*(each.indices(0) for each in new), strict=True)
+        assert [[*np.concatenate(each)] for each in shared] == [[*b] for b in old.global_batches(0)]
+
+
 def test_the_same_ranks_go_on_as_if_they_had_not_stopped():
     for samples in range(4, 60):
         sharding = Sharding(samples, 3, 1, 4)

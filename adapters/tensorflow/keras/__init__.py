@@ -10,18 +10,13 @@ from typing import TYPE_CHECKING
 
 import tensorflow as _tensorflow
 
-from hvdlite import allgather_object, barrier, broadcast_object, common
+from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.keras import _values
 from hvdlite.keras._backends import check_backend as _check_backend
 from hvdlite.keras._backends import uses_legacy_keras as _uses_legacy_keras
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
-from hvdlite.keras._values import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    reducescatter,
-)
+from hvdlite.keras._values import *  # noqa: F403 - the collectives
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import pin_device
 
@@ -43,18 +38,10 @@ else:
 
 __all__ = [
     *common.names,
-    # collectives
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "reducescatter",
-    "broadcast_object",
-    "allgather_object",
-    "barrier",
+    *_values.__all__,
     # training
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
-    "broadcast_global_variables",
     "load_model",
     "callbacks",
     "elastic",
