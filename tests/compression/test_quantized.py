@@ -62,9 +62,9 @@ def coded(strategy, array, count=0, rank=0, name="a"):
     """Return the message of a rank."""
     bucket = bucket_of(array, name=name)
     bucket.count = count
-    codec = strategy.codec(bucket, rank)
-    message = np.empty(codec.nbytes(bucket.send.size), np.uint8)
-    codec.encode(bucket.send, message)
+    generator = None if strategy.seed is None else bucket.generator(strategy.seed, rank)
+    message = np.empty(strategy.nbytes(bucket.send.size, bucket.send.dtype), np.uint8)
+    strategy.encode(bucket.send, message, generator)
     return message.tobytes()
 
 
