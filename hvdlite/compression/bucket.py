@@ -16,7 +16,6 @@ from hvdlite.base.arguments import check_positive
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.transport import Transport
-from hvdlite.transport.adasum import adasum
 from hvdlite.transport.transport import copy_parts
 
 
@@ -164,7 +163,7 @@ class Bucket:
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.copy_zero_copy_parts()
-            adasum(transport, send, result, scaling, self.bounds)
+            transport.adasum(send, result, scaling, self.bounds)
         elif self.zero_copy:
             transport.allreduce_zero_copy(
                 send, sorted(self.zero_copy.items()), result, ReduceOp.SUM, scaling

@@ -63,10 +63,7 @@ class HierarchicalTransport(MPITransport):
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within the node and across nodes, slice by slice."""
-        if op is ReduceOp.ADASUM:
-            super().allreduce(send, result, op, scaling)
-        else:
-            self._node.allreduce(send, result, op, scaling)
+        self._node.allreduce(send, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling

@@ -36,9 +36,7 @@ class Loopback(Transport):
         return [message]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        if result is not send:
-            result[...] = send
-        result[...] = scaling.apply(result)
+        self.scale(send, result, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         result[0][...] = pieces[0]

@@ -167,18 +167,25 @@ class Transport(ABC):
         """Write ``scaling.apply(op over all ranks' send)`` into ``result``.
 
         Every rank gets the same bits. ``send`` is left as it is unless it is ``result``.
-        ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
+        ``op`` is SUM, MIN, MAX or PRODUCT.
 
         This implementation reduces slice r of all ranks' arrays on rank r, in the order of the
         ranks, and sends the result to all of them: as many bytes as a ring, in types of our
         choosing, and each element is reduced once, so that every rank holds the same bits.
         """
-        if op is ReduceOp.ADASUM:
-            adasum(self, send, result, scaling, [0, send.size])
-            return
         rows = self.scatter_slices(send)
         reduce_into(rows[0], list(rows), op, scaling)
         self.gather_slices(rows[0], result)
+
+    def adasum(self, send: Any, result: Any, scaling: Scaling, tensors: Sequence[int]) -> None:
+        """Write ``scaling.apply(the adaptive sum over all ranks' send)`` into ``result``.
+
+        Args:
+            send, result: floats, as for `allreduce`.
+            tensors: the offset of each tensor in the array, and the end of the last one; see
+                `hvdlite.transport.adasum`.
+        """
+        adasum(self, send, result, scaling, tensors)
 
     def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:
         """Return an uninitialised flat array for one collective, perhaps as `empty` does."""
@@ -331,13 +338,3 @@ def copy_parts(parts: Sequence[tuple[int, Any]], array: Any) -> None:
     """Copy parts into an array, each to the offset that comes with it."""
     for start, part in parts:
         array[start : start + part.size] = part
-
-
-def common_prefix(lists: Sequence[Sequence[bytes]]) -> int:
-    """Return how many leading elements are the same in all lists."""
-    count = 0
-    for digests in zip(*lists, strict=False):
-        if any(digest != digests[0] for digest in digests):
-            break
-        count += 1
-    return count

@@ -218,13 +218,7 @@ class DeviceTransport(Transport):
     def reducescatter(
         self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Reduce all ranks' ``pieces[r]`` on rank r, in the order of the ranks.
-
-        Raises:
-            ValueError: ``op`` is ADASUM, which looks at whole arrays.
-        """
-        if op is ReduceOp.ADASUM:
-            raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
+        """Reduce all ranks' ``pieces[r]`` on rank r, in the order of the ranks."""
         rows = self.empty(self.size * result.size, result.dtype)
         self.alltoall([as_bytes(piece) for piece in pieces], equal_parts(as_bytes(rows), self.size))
         self._cuda.reduce(rows, result, op, scaling)

@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +27,11 @@ _OLDEST_CUPY = (13, 4)
 _NOT_READY = 600  # cudaErrorNotReady
 
 
-class Event(Protocol):
-    """A point in the work of a stream, recorded by `Cuda.record`."""
+class Event:
+    """A point in the work of a stream, recorded by `Cuda.record`.
 
-    @property
-    def done(self) -> bool:
-        """Return whether the device has reached it."""
-
-
-class _Event:
-    """An event of cupy, whose own ``done`` treats every error as "not yet"."""
+    It is cupy's, whose own ``done`` treats every error as "not yet".
+    """
 
     def __init__(self, runtime: Any, event: Any) -> None:
         self._runtime = runtime
@@ -45,7 +40,11 @@ class _Event:
 
     @property
     def done(self) -> bool:
-        """Ask the device; raise CUDARuntimeError if an earlier kernel or copy has failed."""
+        """Return whether the device has reached it.
+
+        Raises:
+            CUDARuntimeError: an earlier kernel or copy has failed.
+        """
         status = self._runtime.eventQuery(self.ptr)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
@@ -120,7 +119,7 @@ class Cuda:
         with self._cupy.cuda.Device(device):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
-        return _Event(self._runtime, event)
+        return Event(self._runtime, event)
 
     def wait_event(self, device: int, stream: int, event: Any) -> None:
         """Make a stream's later work wait for an event; the host does not wait."""
@@ -173,7 +172,8 @@ class Cuda:
             return
         stored, element = _stored_as(result.dtype)
         rows, result = rows.view(stored), result.view(stored)
-        reduce = self._kernel(element, op, scaling.is_identity, scaling.factor == 1.0)
+        inputs = "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor"
+        reduce = self._compile("reduce", inputs, kernels.body(element, op, scaling))
         count = rows.size // result.size
         reduce(rows, count, result.size, scaling.factor, scaling.divisor, result)
 
@@ -183,22 +183,11 @@ class Cuda:
             return
         dtypes = source.dtype, target.dtype
         values, out = (each.view(_stored_as(each.dtype)[0]) for each in (source, target))
-        convert = self._conversion(*dtypes, scaling.is_identity, scaling.factor == 1.0)
+        inputs = "S source, float64 factor, int64 divisor"
+        convert = self._compile("convert", inputs, kernels.conversion(*dtypes, scaling))
         convert(values, scaling.factor, scaling.divisor, out)
 
     @functools.cache  # noqa: B019 - one object for the life of a transport
-    def _conversion(
-        self, dtype: np.dtype[Any], target: np.dtype[Any], identity: bool, division: bool
-    ) -> Any:
-        code = kernels.conversion(dtype, target, _example(identity, division))
-        return self._compile("convert", "S source, float64 factor, int64 divisor", code)
-
-    @functools.cache  # noqa: B019 - one object for the life of a transport
-    def _kernel(self, dtype: np.dtype[Any], op: ReduceOp, identity: bool, division: bool) -> Any:
-        code = kernels.body(dtype, op, _example(identity, division))
-        inputs = "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor"
-        return self._compile("reduce", inputs, code)
-
     def _compile(self, name: str, inputs: str, code: str) -> Any:
         return self._cupy.ElementwiseKernel(
             inputs, "T out", code, f"hvdlite_{name}", preamble=kernels.PREAMBLE, no_return=True
@@ -208,11 +197,6 @@ class Cuda:
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of arrays that hold elements of a dtype: uint16 for bfloat16."""
     return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
-
-
-def _example(identity: bool, division: bool) -> Scaling:
-    """Return a scaling of the kind that a kernel is compiled for."""
-    return Scaling() if identity else Scaling(1.0 if division else 2.0, 2)
 
 
 def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:

@@ -138,9 +138,7 @@ class NCCLTransport(HostStaged):
         self._check_entered()
         if not send.size:
             return
-        if op is ReduceOp.ADASUM:
-            super().allreduce(send, result, op, scaling)
-        elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
+        if kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
             self._allreduce_natively(send, result, op, scaling)
         else:
             self._allreduce_slices(send, result, op, scaling)

@@ -41,14 +41,22 @@ class HostStaged(DeviceTransport):
         self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce chunk by chunk, but for Adasum, which looks at the whole array."""
+        """Reduce chunk by chunk."""
 
         def exchange(chunk: Any) -> None:
             values = chunk.view(send.dtype)
             self._control.allreduce(values, values, op, scaling)
 
-        step = max(1, send.nbytes) if op is ReduceOp.ADASUM else self._chunk_bytes
-        self._through_host(as_bytes(send), as_bytes(result), exchange, step)
+        self._through_host(as_bytes(send), as_bytes(result), exchange, self._chunk_bytes)
+
+    def adasum(self, send: Any, result: Any, scaling: Scaling, tensors: Sequence[int]) -> None:
+        """Do it on the host, with the whole array at once."""
+
+        def exchange(chunk: Any) -> None:
+            values = chunk.view(send.dtype)
+            self._control.adasum(values, values, scaling, tensors)
+
+        self._through_host(as_bytes(send), as_bytes(result), exchange, max(1, send.nbytes))
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         outgoing = self._copy_in(pieces)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hvdlite.base.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
-from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import (
     Call,
     PreparedReduction,
@@ -44,7 +43,6 @@ from hvdlite.transport.transport import (
     Join,
     OnWait,
     Transport,
-    common_prefix,
 )
 from hvdlite.world.world import World
 
@@ -114,7 +112,7 @@ class SharedMemoryTransport(Transport):
     def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:
         self._announced = []
         for send, result in arrays[:_ANNOUNCED]:
-            offsets = None if self._is_small(send.nbytes) else self._find(send, result)
+            offsets = self._find(send, result)
             if offsets is None:
                 break
             self._announced.append(offsets)
@@ -134,8 +132,9 @@ class SharedMemoryTransport(Transport):
         self._places = {}
         for slot in barrier.others:
             if slot.digests(generation) != mine:
-                theirs = [_split(slot.digests(generation)) for slot in barrier.others]
-                return common_prefix([_split(mine), *theirs])
+                everywhere = [slot.digests(generation) for slot in barrier.slots]
+                same = os.path.commonprefix(everywhere)  # noqa: RUF071 - of bytes
+                return len(same) // DIGEST_SIZE
         for position, own in enumerate(announced):
             which = slice(2 * position, 2 * position + 2)
             places = [slot.numbers(generation)[which] for slot in barrier.slots]
@@ -190,8 +189,7 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        is_whole = op is ReduceOp.ADASUM or self._is_small(send.nbytes)
-        offsets = None if is_whole else self._find(send, result)
+        offsets = self._find(send, result)
         if offsets is None:
             self.allreduce_init(send, result, op, scaling)()
         else:
@@ -201,7 +199,7 @@ class SharedMemoryTransport(Transport):
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
         """Fill chunks with several arrays."""
-        if len(sends) == 1 or op is ReduceOp.ADASUM:
+        if len(sends) == 1:
             super().allreduce_all(sends, results, op, scaling)
         elif self._is_small(sum(send.nbytes for send in sends)):
             self._reduce_small(sends, results, op, scaling)
@@ -217,7 +215,7 @@ class SharedMemoryTransport(Transport):
         scaling: Scaling,
     ) -> None:
         """Read the parts where they lie, if the arrays are in shared memory."""
-        offsets = None if self._is_small(send.nbytes) else self._find(send, result)
+        offsets = self._find(send, result)
         if offsets is None or self._cross is not None:
             super().allreduce_zero_copy(send, parts, result, op, scaling)
         else:
@@ -231,8 +229,6 @@ class SharedMemoryTransport(Transport):
         A user's array may lie in shared memory on some ranks only, as a gradient does and its copy
         does not. It is reduced there if all ranks have announced so.
         """
-        if op is ReduceOp.ADASUM:
-            return partial(adasum, self, send, result, scaling, [0, send.size])
         if self._is_small(send.nbytes):
             return partial(self._reduce_small, [send], [result], op, scaling)
         offsets = self._find(send, result)
@@ -358,7 +354,9 @@ class SharedMemoryTransport(Transport):
             barrier.meet()  # before any rank may write inputs that others read, or read its result
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
-        """Return the offsets of two arrays in shared memory, or None if either lies elsewhere."""
+        """Return the offsets of two arrays in shared memory; None: one is small, or elsewhere."""
+        if self._is_small(send.nbytes):
+            return None
         sent = self.arena.find(send)
         written = None if sent is None else self.arena.find(result)
         return None if sent is None or written is None else (sent, written)
@@ -413,20 +411,21 @@ class SharedMemoryTransport(Transport):
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a chunk of every rank's piece."""
+        barrier = self._barrier
         longest = max(part.size for part in result)
         for start in range(0, longest, self.chunk):
-            generation = self._exchange(piece[start : start + self.chunk])
-            for target, slot in zip(result, self._barrier.slots, strict=True):
-                part = target[start : start + self.chunk]
-                part[...] = slot.chunk(generation, part.size, part.dtype)
+            own = piece[start : start + self.chunk]
+            barrier.own.chunk(barrier.next, own.size, own.dtype)[...] = own
+            generation = barrier.meet()
+            for target, slot in zip(result, barrier.slots, strict=True):
+                if target is not piece:
+                    part = target[start : start + self.chunk]
+                    part[...] = slot.chunk(generation, part.size, part.dtype)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Copy the root's array, chunk by chunk."""
-        for start in range(0, array.size, self.chunk):
-            part = array[start : start + self.chunk]
-            generation = self._exchange(part if self.rank == root else part[:0])
-            if self.rank != root:
-                part[...] = self._barrier.slots[root].chunk(generation, part.size, part.dtype)
+        """Gather the root's array, and nothing from the others."""
+        pieces = [array if rank == root else array[:0] for rank in range(self.size)]
+        self.allgather(pieces[self.rank], pieces)
 
     @property
     def communicators(self) -> list[Any]:
@@ -437,10 +436,6 @@ class SharedMemoryTransport(Transport):
         self.arena.close()
         if self._cross is not None:
             self._cross.close()
-
-    def _exchange(self, part: Any) -> int:
-        self._barrier.own.chunk(self._barrier.next, part.size, part.dtype)[...] = part
-        return self._barrier.meet()
 
 
 def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
@@ -509,7 +504,3 @@ def _pieces_of(
         for begin, part in parts
         for start in range(0, part.size, room)
     ]
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[start : start + DIGEST_SIZE] for start in range(0, len(digests), DIGEST_SIZE)]

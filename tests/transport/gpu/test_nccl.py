@@ -339,9 +339,8 @@ def test_adasum_through_the_host_gives_up_too():
     rank, _ = connect(2, timeout=0.05)
     array = np.ones(4, np.float32)
     rank.transport.enqueue(_sum(rank, array, array))
-    adasum = device_checks.Adasum
     with pytest.raises(HorovodInternalError, match=r"rank 0: .*nothing came"):
-        rank.transport.enqueue(lambda: rank.transport.allreduce(array, array, adasum, Scaling()))
+        rank.transport.enqueue(lambda: rank.transport.adasum(array, array, Scaling(), [0, 4]))
     assert node_of(rank).communicators[0].aborts == 1
 
 

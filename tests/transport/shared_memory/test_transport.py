@@ -54,7 +54,7 @@ def reduced(made, arrays, op, places=("private", "private"), scaling=None):
     result = placed(made, arrays[made.rank], places[1])
     result.view(np.uint8)[...] = 0xAA if arrays[0].dtype != bool else 0
     with np.errstate(all="ignore"):
-        made.allreduce(send, result, op, scaling or Scaling())
+        checks.allreduce(made, send, result, op, scaling or Scaling())
     assert send.tobytes() == arrays[made.rank].tobytes()
     return result
 
@@ -208,7 +208,7 @@ class TestPlaces:
                 arrays = samples(made.size, dtype, size)
                 array = placed(made, arrays[made.rank], "segment")
                 with np.errstate(all="ignore"):
-                    made.allreduce(array, array, op, Scaling())
+                    checks.allreduce(made, array, array, op)
                 assert array.tobytes() == reduced(made, arrays, op).tobytes()
 
     @ranks(3, 4)
