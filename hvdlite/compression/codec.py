@@ -71,10 +71,10 @@ class Codec(ABC):
 
     def encode(self, values: Any, out: Any, generator: Any = None) -> None:
         """Write the message for finite values, flat, float32 or float64, into ``out``."""
-        head = out[: self.head(values.dtype)]
+        head, body = self._split(out, values.dtype)
         self.measure(values, head)
         for piece in self.pieces(values.size):
-            self.write(values[piece], head, self._part(out, piece, values.dtype), generator)
+            self.write(values[piece], head, self._part(body, piece, values.dtype), generator)
 
     def decode(self, message: Any, out: Any) -> None:
         """Write the values of a message into ``out``."""
@@ -83,11 +83,15 @@ class Codec(ABC):
 
     def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
         """Write the values of one of the `pieces` of a message into ``out``."""
-        head = message[: self.head(out.dtype)]
-        self.read(self._part(message, piece, out.dtype), head, out)
+        head, body = self._split(message, out.dtype)
+        self.read(self._part(body, piece, out.dtype), head, out)
 
-    def _part(self, message: Any, piece: slice, dtype: np.dtype[Any]) -> Any:
-        return message[self.nbytes(piece.start, dtype) : self.nbytes(piece.stop, dtype)]
+    def _split(self, message: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        head = self.head(dtype)
+        return message[:head], message[head:]
+
+    def _part(self, body: Any, piece: slice, dtype: np.dtype[Any]) -> Any:
+        return body[self.body(piece.start, dtype) : self.body(piece.stop, dtype)]
 
 
 def add_gathered(

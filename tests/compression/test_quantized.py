@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -195,7 +197,7 @@ def test_random_numbers_are_those_of_the_step_the_rank_the_names_and_the_seed(st
     assert coded(strategy, array, count=1) != first
     assert coded(strategy, array, rank=1) != first
     assert coded(strategy, array, name="b") != first
-    reseeded = type(strategy)(**{**vars(strategy), "seed": 1})
+    reseeded = replace(strategy, seed=1)
     assert reseeded != strategy
     assert coded(reseeded, array) != first
 

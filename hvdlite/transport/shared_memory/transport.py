@@ -112,7 +112,7 @@ class SharedMemoryTransport(Transport):
     def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:
         self._announced = []
         for send, result in arrays[:_ANNOUNCED]:
-            offsets = self._find(send, result)
+            offsets = None if self._is_small(send.nbytes) else self._find(send, result)
             if offsets is None:
                 break
             self._announced.append(offsets)
@@ -189,7 +189,7 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        offsets = self._find(send, result)
+        offsets = None if self._is_small(send.nbytes) else self._find(send, result)
         if offsets is None:
             self.allreduce_init(send, result, op, scaling)()
         else:
@@ -215,7 +215,7 @@ class SharedMemoryTransport(Transport):
         scaling: Scaling,
     ) -> None:
         """Read the parts where they lie, if the arrays are in shared memory."""
-        offsets = self._find(send, result)
+        offsets = None if self._is_small(send.nbytes) else self._find(send, result)
         if offsets is None or self._cross is not None:
             super().allreduce_zero_copy(send, parts, result, op, scaling)
         else:
@@ -354,9 +354,7 @@ class SharedMemoryTransport(Transport):
             barrier.meet()  # before any rank may write inputs that others read, or read its result
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
-        """Return the offsets of two arrays in shared memory; None: one is small, or elsewhere."""
-        if self._is_small(send.nbytes):
-            return None
+        """Return the offsets of two arrays in shared memory, or None if either lies elsewhere."""
         sent = self.arena.find(send)
         written = None if sent is None else self.arena.find(result)
         return None if sent is None or written is None else (sent, written)
