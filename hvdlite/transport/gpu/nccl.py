@@ -116,13 +116,12 @@ class NCCLTransport(HostStaged):
         super().check()
         if not self._lock.acquire(blocking=False):
             return  # another thread is in a call, which reports errors itself
+        failure = ""
         try:
             if self._failure is None:
                 self._communicator.check_async_error()
         except Exception as error:  # cupy raises a KeyError for codes that it does not know
             failure = _describe(error)
-        else:
-            failure = ""
         finally:
             self._lock.release()
         if failure:
