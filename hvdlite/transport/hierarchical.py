@@ -30,7 +30,7 @@ class HierarchicalTransport(MPITransport):
 
     def __init__(self, MPI: Any, world: World, barrier: Barrier) -> None:  # noqa: N803
         ranks = [world.nodes.count(node) for node in set(world.nodes)]
-        cross = MPITransport(MPI, world.cross, None, world.create)
+        cross = MPITransport(MPI, world.cross, (), world.create)
         super().__init__(MPI, world.comm, world.ids, world.create)
         self._node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
         self._nodes = len(ranks)

@@ -61,7 +61,7 @@ class MPITransport(Transport):
 
     Args:
         comm: the communicator to duplicate; collective.
-        members: global ranks, used in messages; None: the communicator's own.
+        members: global ranks, used in messages; empty: the communicator's own.
     """
 
     title = "MPI"
@@ -71,13 +71,13 @@ class MPITransport(Transport):
         self,
         MPI: Any,  # noqa: N803
         comm: Any,
-        members: Sequence[int] | None = None,
+        members: Sequence[int] = (),
         create: Create = create_at_once,
     ) -> None:
         self._comm = create(comm.Dup)
         self.rank = int(comm.rank)
         self.size = int(comm.size)
-        self.members = range(self.size) if members is None else members
+        self.members = members or range(self.size)
         self._liveness = Liveness(MPI, create(comm.Dup), self.members)
         self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None

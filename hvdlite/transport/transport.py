@@ -10,13 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hvdlite.base import float16
-from hvdlite.base.arrays import as_bytes, slice_bounds
+from hvdlite.base.arrays import as_bytes, cut, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
@@ -221,18 +220,16 @@ class Transport(ABC):
 
     def scatter_slices(self, array: Any) -> Any:
         """Return all ranks' values of slice r on rank r, one row for each rank."""
-        bounds = slice_bounds(array.size, self.size)
-        length = bounds[self.rank + 1] - bounds[self.rank]
+        pieces = cut(array, slice_bounds(array.size, self.size))
+        length = pieces[self.rank].size
         rows = self.scratch(self.size * length, array.dtype).reshape(self.size, length)
-        pieces = [as_bytes(array[start:stop]) for start, stop in pairwise(bounds)]
-        self.alltoall(pieces, [as_bytes(row) for row in rows])
+        self.alltoall([*map(as_bytes, pieces)], [*map(as_bytes, rows)])
         return rows
 
     def gather_slices(self, own: Any, result: Any) -> None:
         """Write slice r, which rank r has, into every rank's ``result``."""
-        bounds = slice_bounds(result.size, self.size)
-        pieces = [as_bytes(result[start:stop]) for start, stop in pairwise(bounds)]
-        self.allgather(as_bytes(own), pieces)
+        pieces = cut(result, slice_bounds(result.size, self.size))
+        self.allgather(as_bytes(own), [*map(as_bytes, pieces)])
 
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
@@ -284,12 +281,9 @@ class Transport(ABC):
             return
         bounds = np.cumsum([0, *(array.size for array in sends)]).tolist()
         together = self.scratch(bounds[-1], sends[0].dtype, exchanged=True)
-        with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
-            np.concatenate(sends, out=together)
+        copy_in(sends, together, self.lane)
         self.allreduce_fused(together, op, scaling)
-        with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-            for result, (start, stop) in zip(results, pairwise(bounds), strict=True):
-                result[...] = together[start:stop]
+        copy_out(cut(together, bounds), results, self.lane)
 
     def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Do an `allreduce` in place, of an array that fuses several."""
@@ -310,7 +304,7 @@ class Transport(ABC):
         ``op`` is SUM, MIN, MAX or PRODUCT.
         """
         rows = np.empty((self.size, result.size), result.dtype)
-        self.alltoall(list(map(as_bytes, pieces)), [as_bytes(row) for row in rows])
+        self.alltoall([*map(as_bytes, pieces)], [*map(as_bytes, rows)])
         reduce_into(result, list(rows), op, scaling)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
@@ -332,6 +326,19 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the resources of the transport; no rank calls anything after it."""
+
+
+def copy_in(arrays: Sequence[Any], together: Any, lane: str) -> None:
+    """Copy arrays into a flat one, one after the other."""
+    with timeline.span(lane, timeline.MEMCPY_IN_FUSION_BUFFER):
+        np.concatenate(arrays, out=together)
+
+
+def copy_out(parts: Sequence[Any], results: Sequence[Any], lane: str) -> None:
+    """Copy the parts of such an array to where each belongs."""
+    with timeline.span(lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
+        for part, result in zip(parts, results, strict=True):
+            result[...] = part
 
 
 def copy_parts(parts: Sequence[tuple[int, Any]], array: Any) -> None:

@@ -62,7 +62,11 @@ class Cuda:
         self._cupy = import_module("cupy")
         _check_version(self._cupy.__version__)
         self._runtime = self._cupy.cuda.runtime
-        self.nccl = _load_nccl()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nccl = import_module("cupy.cuda.nccl")
+        #: None where cupy does not find the library.
+        self.nccl: Any = nccl if nccl.available else None
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees; 0 without a driver."""
@@ -218,11 +222,3 @@ def _check_version(version: str) -> None:
             f"cupy {version} is older than 13.4, whose broadcast counts elements in 64 bits; "
             "upgrade it (pip install 'hvdlite[cuda13]', or [cuda12])"
         )
-
-
-def _load_nccl() -> Any:
-    """Return ``cupy.cuda.nccl``, or None where cupy does not find the library."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nccl = import_module("cupy.cuda.nccl")
-    return nccl if nccl.available else None

@@ -38,7 +38,7 @@ class HostStaged(DeviceTransport):
     ) -> None:
         super().__init__(cuda, control, device, timeout)
         self._chunk_bytes = chunk_bytes
-        self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
+        self._buffers = [_PinnedBuffer(self, cuda.pinned) for _ in range(2)]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce chunk by chunk."""
@@ -97,9 +97,6 @@ class HostStaged(DeviceTransport):
     def _mark(self) -> Event:
         return self.record(self.stream.ptr)
 
-    def _wait(self, event: Event) -> None:
-        Work(self, event).wait()
-
     def _through_host(
         self,
         source: Any,
@@ -152,15 +149,15 @@ class HostStaged(DeviceTransport):
 class _PinnedBuffer:
     """Pinned host memory, and the event of the last copy to or from it."""
 
-    def __init__(self, allocate: Callable[[int], Any], wait: Callable[[Event], None]) -> None:
+    def __init__(self, transport: DeviceTransport, allocate: Callable[[int], Any]) -> None:
+        self._transport = transport
         self._allocate = allocate
-        self._wait = wait
         self._memory = np.empty(0, np.uint8)
         self.event: Event | None = None
 
     def wait(self) -> None:
         if self.event is not None:
-            self._wait(self.event)
+            Work(self._transport, self.event).wait()
             self.event = None
 
     def take(self, nbytes: int) -> Any:

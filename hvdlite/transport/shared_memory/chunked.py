@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.base.arrays import slice_bounds
-from hvdlite.observe import timeline
 from hvdlite.transport.reduce import Call, PreparedReduction
 from hvdlite.transport.shared_memory.barrier import COPIES, Barrier, Step
+from hvdlite.transport.transport import copy_in, copy_out
 
 
 @lru_cache  # asked for with every chunk, and mostly for the same sizes
@@ -73,7 +73,7 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
         own: the slice that no other rank reads; of a single array it is left out.
     """
     if len(chunk.sends) > 1:
-        return [(_copy_in, (slot, chunk.sends, lane))]
+        return [(copy_in, (chunk.sends, slot, lane))]
     (send,) = chunk.sends
     rest = (slice(0, own.start), slice(own.stop, chunk.size))
     return [(np.copyto, (slot[s], send[s])) for s in rest if s.start < s.stop]
@@ -82,18 +82,7 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
 def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
     if len(chunk.results) == 1:
         return np.copyto, (chunk.results[0], output)
-    return _copy_out, (chunk.results, chunk.split(output), lane)
-
-
-def _copy_in(slot: Any, arrays: Sequence[Any], lane: str) -> None:
-    with timeline.span(lane, timeline.MEMCPY_IN_FUSION_BUFFER):
-        np.concatenate(arrays, out=slot)
-
-
-def _copy_out(results: Sequence[Any], parts: Sequence[Any], lane: str) -> None:
-    with timeline.span(lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-        for result, part in zip(results, parts, strict=True):
-            np.copyto(result, part)
+    return copy_out, (chunk.split(output), chunk.results, lane)
 
 
 class ChunkedAllreduce:
