@@ -47,11 +47,8 @@ from hvdlite.base import observers
 from hvdlite.observe.trace_file import Event, Run, TraceFile
 
 QUEUE = "QUEUE"
-NEGOTIATE = "NEGOTIATE_"  # prefix of one of the next four
+NEGOTIATE = "NEGOTIATE_"  # prefix of the kind of an operation
 ALLREDUCE = "ALLREDUCE"
-ALLGATHER = "ALLGATHER"
-BROADCAST = "BROADCAST"
-BARRIER = "BARRIER"
 MEMCPY_IN_FUSION_BUFFER = "MEMCPY_IN_FUSION_BUFFER"
 EXCHANGE = "EXCHANGE"
 MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"

@@ -20,7 +20,6 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
-from hvdlite.world.world import World
 
 #: Bytes of the smallest array that ranks reduce in each other's memory, see `Transport.announce`.
 LEAST_ANNOUNCED = 2**16
@@ -32,11 +31,6 @@ DIGEST_SIZE = 16
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
 #: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
-
-
-#: Joins the ranks of each node in shared memory: returns their barrier, or on all ranks None.
-#: Collective; further calls return the same.
-Join = Callable[[], Any]
 
 
 class NoRoomError(MemoryError):
@@ -65,16 +59,6 @@ class Transport(ABC):
     lane: str = ""
     title: str = ""
     confirms: bool = False
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
-        """Return a transport for a world's ranks, or on all of them None if it does not suit them.
-
-        Args:
-            world: the ranks and their nodes; the transport makes communicators of its own.
-            join: called if the transport uses shared memory.
-        """
-        return None
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
@@ -177,13 +161,7 @@ class Transport(ABC):
         self.gather_slices(rows[0], result)
 
     def adasum(self, send: Any, result: Any, scaling: Scaling, tensors: Sequence[int]) -> None:
-        """Write ``scaling.apply(the adaptive sum over all ranks' send)`` into ``result``.
-
-        Args:
-            send, result: floats, as for `allreduce`.
-            tensors: the offset of each tensor in the array, and the end of the last one; see
-                `hvdlite.transport.adasum`.
-        """
+        """Write the adaptive sum over all ranks into ``result``; see `adasum.adasum`."""
         adasum(self, send, result, scaling, tensors)
 
     def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:

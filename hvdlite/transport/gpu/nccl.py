@@ -89,29 +89,6 @@ class NCCLTransport(HostStaged):
         self._communicator = communicator
         self._lock = threading.Lock()
 
-    @classmethod
-    def connect_devices(
-        cls,
-        cuda: Cuda,
-        control: Transport,
-        device: int,
-        facts: list[dict[str, Any]],
-        timeout: float | None,
-    ) -> NCCLTransport | str:
-        """Connect ranks with the same version of NCCL, and a device for each; collective.
-
-        Args:
-            cuda, control, device, timeout: as in `DeviceTransport`.
-            facts: what `registry.connect_device` knows of all ranks, by rank.
-
-        Returns:
-            The transport, or on all ranks why it does not suit them.
-        """
-        objection = _objection(facts)
-        if objection is None:
-            communicator, objection = _join(control, device, cuda)
-        return objection or cls(cuda, control, device, communicator, timeout)
-
     def check(self) -> None:
         super().check()
         if not self._lock.acquire(blocking=False):
@@ -261,8 +238,12 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _objection(facts: Sequence[dict[str, Any]]) -> str | None:
-    """Return why ranks with these facts cannot use NCCL; None if they can."""
+def find_objection(facts: Sequence[dict[str, Any]]) -> str | None:
+    """Return why ranks cannot use NCCL; None: each has the same version, and a device of its own.
+
+    Args:
+        facts: what `hvdlite.transport.registry.connect_device` knows of all ranks, by rank.
+    """
     versions = [each["nccl"] for each in facts]
     if 0 in versions:
         return (
@@ -286,7 +267,7 @@ def _objection(facts: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
+def join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
     """Create the communicator; if that fails on any rank, give it up on all; collective.
 
     The ranks meet inside NCCL, which does not promise to return where one fails or hangs.

@@ -111,7 +111,7 @@ class TestPromises:
     def test_all_with_tiny_chunks(self, check, monkeypatch):
         with transport(chunk=67) as made:
             # Large enough to be instructive, small enough for so many meetings.
-            monkeypatch.setattr(shared_memory, "_PIECE", 67)
+            monkeypatch.setattr(SharedMemoryTransport, "piece", 67)
             if check is checks.arrays_of_its_own:
                 made.chunk = 6700
             check(made)
@@ -202,7 +202,7 @@ class TestPlaces:
     @ranks(2, 3, 4)
     @pytest.mark.parametrize("piece", [8, 2**18])
     def test_in_place_in_a_segment(self, monkeypatch, piece):
-        monkeypatch.setattr(shared_memory, "_PIECE", piece)
+        monkeypatch.setattr(SharedMemoryTransport, "piece", piece)
         with transport() as made:
             for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 200)):
                 arrays = samples(made.size, dtype, size)
