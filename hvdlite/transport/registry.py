@@ -13,7 +13,6 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.gpu import nccl
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
@@ -99,7 +98,7 @@ def connect_device(
             return nccl.NCCLTransport(cuda, control, device, communicator, timeout)
         if control.rank == 0:
             _log.warning("device arrays go through host memory, which is slower: %s", objection)
-    return HostStaged(cuda, control, device, timeout)
+    return DeviceTransport(cuda, control, device, timeout)
 
 
 def _facts(cuda: Cuda, device: int) -> dict[str, Any]:

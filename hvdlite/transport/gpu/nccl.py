@@ -13,9 +13,8 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.gpu.base import Work, equal_parts
+from hvdlite.transport.gpu.base import DeviceTransport, Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.transport import Transport
 
@@ -51,7 +50,7 @@ _ID_BYTES = 128
 _JOIN_SECONDS = 120.0
 
 
-class NCCLTransport(HostStaged):
+class NCCLTransport(DeviceTransport):
     """Collectives by NCCL, and through the host what it lacks.
 
     NCCL reduces some types as numpy would: integers of 8, 32 and 64 bits, float32, float64, and
