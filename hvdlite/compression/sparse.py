@@ -32,6 +32,7 @@ from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.transport import Transport
 
 _RATIO = 0.01
+_NO_ENTRIES = np.empty(0, np.uint32)
 _VELOCITY, _ACCUMULATED = "velocity", "accumulated"
 
 
@@ -54,7 +55,7 @@ class Sparse(Strategy):
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         bad = find_not_finite(bucket, bucket.send, infinite=False)
-        indices = self.select(bucket) if bad < 0 else no_entries()
+        indices = self.select(bucket) if bad < 0 else _NO_ENTRIES
         write_result = send_entries(bucket, transport, bucket.send, indices, bad)
         if bucket.unsent is not None:
             bucket.unsent[...] = bucket.send
@@ -245,7 +246,7 @@ class DeepGradientCompression(Strategy):
             step = self._velocity(velocity[piece], send[piece], factor)
             np.add(accumulated[piece], step, out=total[piece])
         bad = find_not_finite(bucket, total)
-        indices = self._select(bucket, total) if bad < 0 else no_entries()
+        indices = self._select(bucket, total) if bad < 0 else _NO_ENTRIES
         write_result = send_entries(bucket, transport, total, indices, bad)
         for piece in _present(bucket):
             # Computed again, rather than kept in memory.
@@ -342,11 +343,6 @@ def part_of(size: int, ratio: float) -> int:
     not 8 because of the last bit of a product.
     """
     return math.ceil(Fraction(repr(float(ratio))) * size)
-
-
-def no_entries() -> Any:
-    """Return the indices of no entries."""
-    return np.empty(0, np.uint32)
 
 
 def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:

@@ -267,7 +267,6 @@ class DeviceTransport(Transport):
             None if is_root else array,
             lambda chunk: self._control.broadcast(chunk, root),
             self._chunk_bytes,
-            array.nbytes,
         )
 
     def reducescatter(
@@ -305,14 +304,13 @@ class DeviceTransport(Transport):
         target: Any,
         exchange: Callable[[Any], None],
         step: int,
-        nbytes: int | None = None,
     ) -> None:
         """Copy ``source`` to the host, call ``exchange``, and copy to ``target``, chunk by chunk.
 
-        ``source`` or ``target`` may be None: nothing is copied to the host, or back.
+        Either ``source`` or ``target`` may be None: nothing is copied to the host, or back.
         """
         self._check_entered()
-        total = source.nbytes if nbytes is None else nbytes
+        total = (target if source is None else source).nbytes
         bounds = [(start, min(start + step, total)) for start in range(0, total, step)]
         places = [self._buffers[number % 2] for number in range(len(bounds))]
 

@@ -205,14 +205,12 @@ def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """Return the dtype of a kernel's arrays, and the dtype of their elements."""
-    if dtype.name == "bfloat16":
-        return np.dtype(np.uint16), dtype
     if dtype.kind == "b":
         return np.dtype(np.uint8), dtype
     if dtype.kind == "c":
         part = np.dtype(f"float{4 * dtype.itemsize}")
         return part, part
-    return dtype, dtype
+    return stored_as(dtype), dtype
 
 
 def _check_version(version: str) -> None:
