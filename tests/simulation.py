@@ -6,11 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from hvdlite.base.interrupts import Interrupted
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.transport.transport import OnWait, Transport, common_prefix
+from hvdlite.transport.transport import OnWait, Transport
 
 SECONDS = 20.0
 _POLL_SECONDS = 1e-4
@@ -166,7 +167,8 @@ class SimulatedTransport(Transport):
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests."""
         given = tuple(digests[: self.max_digests])
-        return common_prefix(self._simulation.meet(self.rank, "meet", given, on_wait))
+        everywhere = self._simulation.meet(self.rank, "meet", given, on_wait)
+        return len(commonprefix(everywhere))  # noqa: RUF071 - of lists
 
     def absent(self) -> list[int]:
         """Ask the simulation."""

@@ -21,59 +21,68 @@ _FALSE = {"0", "false", "no", "off"}
 _MAX_SECONDS = 1e9
 
 
-def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str, Any]:
+def _setting(default: Any, parse: Callable[[str], Any], allowed: str) -> Any:
+    """Return the field of a setting.
+
+    Args:
+        parse: returns the value of a variable's text, or raises ValueError.
+        allowed: what it takes, for the message.
+    """
+    return field(default=default, metadata={"parse": parse, "allowed": allowed})
+
+
+def _number(default: float, allowed: str, most: float = math.inf, zero: Any = 0) -> Any:
+    """Return the field of a number from 0 to ``most``, of the default's type.
+
+    Args:
+        zero: what 0 stands for; None: 0 is refused.
+    """
+    kind = type(default)
+
     def parse(text: str) -> Any:
         value = kind(text)
-        if not accept(value):
+        if not 0 <= value <= most or (not value and zero is None):
             raise ValueError
-        return value
+        return value or kind(zero)
 
-    return {"parse": parse, "allowed": allowed}
-
-
-def _count(allowed: str) -> dict[str, Any]:
-    return _number(int, allowed, lambda value: value >= 0)
+    return _setting(default, parse, allowed)
 
 
-def _one_of(*words: str) -> dict[str, Any]:
+def _seconds(default: float, allowed: str, zero: Any = 0) -> Any:
+    return _number(default, f"a number of seconds{allowed}", _MAX_SECONDS, zero)
+
+
+def _choice(default: str, words: str) -> Any:
     def parse(text: str) -> str:
-        if text.lower() not in words:
+        if text.lower() not in words.split(", "):
             raise ValueError
         return text.lower()
 
-    return {"parse": parse, "allowed": ", ".join(words)}
+    return _setting(default, parse, words)
 
 
-def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
-    return _number(
-        float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= _MAX_SECONDS
-    )
+def _flag(default: bool) -> Any:
+    return _setting(default, _parse_flag, "0 or 1")
 
 
-_SECONDS_OR_NEVER = _seconds(", or 0 for never", lambda value: value >= 0)
-
-
-def _flag(text: str) -> bool:
+def _parse_flag(text: str) -> bool:
     lowered = text.lower()
     if lowered not in _TRUE | _FALSE:
         raise ValueError
     return lowered in _TRUE
 
 
-_FLAG = {"parse": _flag, "allowed": "0 or 1"}
-
-
-def _timeline(text: str) -> str:
+def _parse_timeline(text: str) -> str:
     if text.endswith(os.sep):
         raise ValueError
     # Horovod's way to say that start_timeline() may be called later, which is always so here.
     return "" if text == "DYNAMIC" else text
 
 
-def _overlap(text: str) -> str:
+def _parse_overlap(text: str) -> str:
     if text.lower() == "auto":
         return "auto"
-    return "1" if _flag(text) else "0"
+    return "1" if _parse_flag(text) else "0"
 
 
 @dataclass(frozen=True)
@@ -81,95 +90,72 @@ class Settings:
     """All settings; field ``x`` is read from ``HVDLITE_X``, else from ``HOROVOD_X``."""
 
     #: Bytes after which a gradient bucket is closed.
-    fusion_threshold: int = field(
-        default=25 * 2**20, metadata=_count("a number of bytes, 0 or more")
-    )
+    fusion_threshold: int = _number(25 * 2**20, "a number of bytes, 0 or more")
     #: Bytes after which the first bucket is closed; small, so that exchange starts early.
-    first_bucket_size: int = field(default=2**20, metadata=_count("a number of bytes, 0 or more"))
+    first_bucket_size: int = _number(2**20, "a number of bytes, 0 or more")
     #: Exchange buckets during the backward pass: "1", "0", or "auto": if a rank has a core to spare
     #: for it or waits for a network.
-    overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
+    overlap: str = _setting("auto", _parse_overlap, "0, 1 or auto")
     #: Milliseconds in which operations come together before hvdlite's thread runs them; none, where
     #: a thread of the program waits for one of them.
-    cycle_time: float = field(
-        default=1.0,
-        metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),
-    )
+    cycle_time: float = _number(1.0, "a number of milliseconds, 0 to 1000", 1000)
     #: Named calls that are kept ready for the next time; 0: none.
-    cache_capacity: int = field(default=1024, metadata=_count("a number of calls, 0 or more"))
+    cache_capacity: int = _number(1024, "a number of calls, 0 or more")
     #: The reaction to weights or optimizers that differ between ranks, which compare them with the
     #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off": they
     #: do not compare them.
-    check_ranks: str = field(default="error", metadata=_one_of("error", "warn", "off"))
+    check_ranks: str = _choice("error", "error, warn, off")
     #: Exchanges after which they compare all of them at once again, and again after as many; 0:
     #: never.
-    check_ranks_every: int = field(
-        default=0, metadata=_count("a number of exchanges, or 0 for never")
-    )
+    check_ranks_every: int = _number(0, "a number of exchanges, or 0 for never")
     #: Averages of gradients that are NaN or infinite: "pass": they are passed on; "raise": all
     #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": a
     #: DistributedOptimizer leaves the step out on all ranks and logs that; where it cannot (a
     #: DistributedGradientTape, a schedule of local steps in Keras, a closure in PyTorch,
     #: tf.compat.v1) all ranks raise. On the host only.
-    not_finite: str = field(default="pass", metadata=_one_of("pass", "raise", "skip"))
+    not_finite: str = _choice("pass", "pass, raise, skip")
     #: No report of ranks that wait for each other.
-    stall_check_disable: bool = field(default=False, metadata=_FLAG)
+    stall_check_disable: bool = _flag(False)
     #: Seconds of waiting after which a report is made, and again after as many; 0: no report.
-    stall_check_time_seconds: float = field(
-        default=60.0,
-        metadata={
-            "parse": lambda text: _SECONDS_OR_NEVER["parse"](text) or math.inf,
-            "allowed": "a number of seconds, or 0 for no report",
-        },
-    )
+    stall_check_time_seconds: float = _seconds(60.0, ", or 0 for no report", math.inf)
     #: Seconds of waiting after which the wait becomes an error; 0: never.
-    stall_shutdown_time_seconds: float = field(default=0.0, metadata=_SECONDS_OR_NEVER)
+    stall_shutdown_time_seconds: float = _seconds(0.0, ", or 0 for never")
     #: Seconds that ``shutdown()`` waits for the other ranks.
-    shutdown_timeout_seconds: float = field(
-        default=30.0, metadata=_seconds(" above 0", lambda value: value > 0)
-    )
+    shutdown_timeout_seconds: float = _seconds(30.0, " above 0", None)
     #: Go on in the same step when a rank has died; ``hvdliterun --elastic`` sets it.
-    elastic: bool = field(default=False, metadata=_FLAG)
+    elastic: bool = _flag(False)
     #: The number of processes, the last ones, that wait to take the places of ranks that have died;
     #: set by hvdliterun's ``--spares``.
-    spares: int = field(default=0, metadata=_count("a number of processes, or 0"))
+    spares: int = _number(0, "a number of processes, or 0")
     #: Seconds in which the ranks have to come together again after a failure (`hvdlite.elastic`).
-    elastic_timeout: float = field(
-        default=600.0, metadata=_seconds(" above 0", lambda value: value > 0)
-    )
+    elastic_timeout: float = _seconds(600.0, " above 0", None)
     #: Failures in a row, without a commit between them, that elastic training survives; 0: all.
-    elastic_retries: int = field(
-        default=3, metadata=_count("a number of failures, or 0 for no limit")
-    )
+    elastic_retries: int = _number(3, "a number of failures, or 0 for no limit")
     #: How often elastic training may form its world anew; 0: without limit.
-    elastic_reset_limit: int = field(default=0, metadata=_count("a number of resets, or 0"))
+    elastic_reset_limit: int = _number(0, "a number of resets, or 0")
     #: The number of parts of every global batch, which the processes share (``virtual_ranks`` of
     #: ``init()``); 0: one for each rank.
-    virtual_ranks: int = field(default=0, metadata=_count("a number of virtual ranks, or 0"))
+    virtual_ranks: int = _number(0, "a number of virtual ranks, or 0")
     #: Let the ranks of a node exchange through memory that they share.
-    shared_memory: bool = field(default=True, metadata=_FLAG)
+    shared_memory: bool = _flag(True)
     #: How arrays on devices are exchanged: "auto": by NCCL if every rank has a device of its own,
     #: else through host memory; "host": through host memory.
-    device_transport: str = field(default="auto", metadata=_one_of("auto", "host"))
+    device_transport: str = _choice("auto", "auto, host")
     #: Refuse to start where a launcher such as torchrun has started several processes that MPI
     #: takes for jobs of one rank each, and in a program that a rank has started; 0: such a process
     #: is a job of one rank.
-    check_launcher: bool = field(default=True, metadata=_FLAG)
+    check_launcher: bool = _flag(True)
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
-    force_local_size: int = field(default=0, metadata=_count("a number of ranks, or 0"))
+    force_local_size: int = _number(0, "a number of ranks, or 0")
     #: The file that a timeline is written to from ``init()`` on; empty: none.
-    timeline: str = field(
-        default="", metadata={"parse": _timeline, "allowed": "the path of a file, or empty"}
-    )
+    timeline: str = _setting("", _parse_timeline, "the path of a file, or empty")
     #: Mark each round of communication in that timeline.
-    timeline_mark_cycles: bool = field(default=False, metadata=_FLAG)
+    timeline_mark_cycles: bool = _flag(False)
     #: Columns of the terminal that shows rank 0's standard error, for the bar of ``progress``; 0:
     #: none does. `hvdliterun` sets it.
-    terminal_columns: int = field(default=0, metadata=_count("a number of columns, or 0"))
+    terminal_columns: int = _number(0, "a number of columns, or 0")
     #: Verbosity of the ``hvdlite`` logger; from debug on, tracebacks show hvdlite's own lines.
-    log_level: str = field(
-        default="warning", metadata=_one_of("trace", "debug", "info", "warning", "error", "fatal")
-    )
+    log_level: str = _choice("warning", "trace, debug, info, warning, error, fatal")
 
 
 # Settings that must be equal on all ranks: otherwise ranks would run different collectives, or wait

@@ -111,9 +111,6 @@ class Allgather(ArrayOperation):
         super().__init__(name, signature_of(label, array, *entries), array, payload, failure)
         self._with_rows = with_rows
 
-    def go_on(self, members: Sequence[int]) -> None:
-        self.fail_if_cut(self._sizes, members)
-
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         rows = [*(self._sizes or (struct.unpack("<q", payload)[0] for payload in payloads))]
         whole = self._allocate(transport, (sum(rows), *self._row))

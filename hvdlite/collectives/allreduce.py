@@ -303,6 +303,8 @@ class Allreduce(ArrayOperation):
         if self._prepared_for is not transport:
             if self._strategy is not None:
                 return self._exchange(transport, self._strategy)
+            if self._op is ReduceOp.ADASUM:
+                return self._adasum(transport)
             if self._scales_integers:
                 return self._reduce_scaled_integers(transport)
             if self._factors[0] != 1.0:
@@ -333,6 +335,12 @@ class Allreduce(ArrayOperation):
             return self._send
         transport.scale(self._send, self._result, Scaling(self._factors[0]))
         return self._result  # free until the reduction
+
+    def _adasum(self, transport: Transport) -> Any:
+        send, scaling = self._scaled(transport), Scaling(self._factors[1])
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.adasum(send, self._result, scaling, [0, self._send.size])
+        return self._value
 
     def _exchange(self, transport: Transport, strategy: Strategy) -> Any:
         send, result = self._send, self._result

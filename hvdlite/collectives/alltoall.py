@@ -166,7 +166,7 @@ class Alltoall(ArrayOperation):
         out: Any = None,
         label: str = "alltoall",
     ) -> None:
-        self._given = out
+        self._given, self._sizes = out, None if out is None else expected
         entry = "the shape after its first axis", tuple(array.shape[1:])
         signature = signature_of(label, array, entry, ("memory for the result", out is not None))
         super().__init__(name, signature, array)
@@ -176,11 +176,9 @@ class Alltoall(ArrayOperation):
 
     def go_on(self, members: Sequence[int]) -> None:
         """Send rows to the ranks that are left, and expect rows of them, alone."""
+        super().go_on(members)
         self._places = [self._ids.index(member) for member in members]
-        counts = [self.splits[place] for place in self._places]
-        if self._given is not None and self._expected is not None:
-            self.fail_if_cut(self._expected, members)
-            counts += self._expected
+        counts = [*(self.splits[place] for place in self._places), *(self._sizes or ())]
         self.payload = struct.pack(f"<{len(counts)}q", *counts)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:

@@ -89,6 +89,8 @@ class ArrayOperation(Operation):
     _writer: Hashable = None
     #: The caller's array for the result; None: the operation has allocated one.
     _given: Any = None
+    #: Given with it: the number of each rank's rows; None: as the ranks' arrays have it.
+    _sizes: Sequence[int] | None = None
     _extents: Sequence[Extent] | None = None
 
     def __init__(
@@ -116,9 +118,10 @@ class ArrayOperation(Operation):
             self._extents = extents_of(self._writer or self, self._array, self._given)
         return self._extents
 
-    def fail_if_cut(self, sizes: Sequence[int] | None, members: Sequence[int]) -> None:
-        """Fail if there is a size for each rank, and fewer ranks by now."""
-        if sizes is not None and len(sizes) > len(members):
+    def go_on(self, members: Sequence[int]) -> None:
+        """Fail, too, if there is a size for each rank, and fewer ranks by now."""
+        super().go_on(members)
+        if self._sizes is not None and len(self._sizes) > len(members):
             self.failure = f"{self.title} was lost: a rank that has a part in it has died"
 
     def _allocate(self, transport: Transport, shape: tuple[int, ...]) -> Any:

@@ -42,10 +42,10 @@ def grouped_allreduce(
     Raises:
         ValueError, HorovodInternalError: As `hvdlite.allreduce`; there is no array.
     """
+    options = op, prescale_factor, postscale_factor, compression
     pairs = _with_outs(arrays, outs)
-    arguments = (op, prescale_factor, postscale_factor, compression), average
-    handle = _submit("allreduce", name, process_set, False, pairs, _describe_pair, *arguments)
-    results: list[Any] = handle.wait()
+    group = _group("grouped allreduce", pairs, _describe_pair, options, average)
+    results: list[Any] = runtime.engine(process_set).run("grouped_allreduce", name, group)
     return results
 
 
@@ -62,9 +62,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allreduce` and return one handle, whose result is a list."""
+    options = op, prescale_factor, postscale_factor, compression
     pairs = _with_outs(arrays, outs)
-    arguments = (op, prescale_factor, postscale_factor, compression), average
-    return _submit("allreduce", name, process_set, True, pairs, _describe_pair, *arguments)
+    group = _group("grouped allreduce", pairs, _describe_pair, options, average)
+    return runtime.engine(process_set).submit("grouped_allreduce", name, group)
 
 
 def _with_outs(arrays: Iterable[Any], outs: Sequence[Any] | None) -> Iterator[tuple[Any, Any]]:
@@ -73,10 +74,10 @@ def _with_outs(arrays: Iterable[Any], outs: Sequence[Any] | None) -> Iterator[tu
 
 
 def _describe_pair(
-    pair: tuple[Any, Any], name: str, rest: tuple[Any, Any, Any, Any], average: bool | None
+    pair: tuple[Any, Any], name: str, options: tuple[Any, Any, Any, Any], average: bool | None
 ) -> Operation:
     array, out = pair
-    return describe_allreduce(array, name, *rest, out, average)
+    return describe_allreduce(array, name, *options, out, average)
 
 
 def grouped_allgather(
@@ -86,8 +87,8 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several arrays as one unit; see `hvdlite.allgather` and `grouped_allreduce`."""
-    handle = _submit("allgather", name, process_set, False, arrays, describe_allgather)
-    results: list[Any] = handle.wait()
+    group = _group("grouped allgather", arrays, describe_allgather)
+    results: list[Any] = runtime.engine(process_set).run("grouped_allgather", name, group)
     return results
 
 
@@ -103,7 +104,8 @@ def grouped_allgather_async(
     Args:
         with_rows: Whether each result is `hvdlite.collectives.allgather.Gathered`.
     """
-    return _submit("allgather", name, process_set, True, arrays, describe_allgather, with_rows)
+    group = _group("grouped allgather", arrays, describe_allgather, with_rows)
+    return runtime.engine(process_set).submit("grouped_allgather", name, group)
 
 
 def grouped_reducescatter(
@@ -117,10 +119,9 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Do `hvdlite.reducescatter` for several arrays as one unit; see `grouped_allreduce`."""
-    arguments = op, prescale_factor, postscale_factor, compression
-    describe = describe_reducescatter
-    handle = _submit("reducescatter", name, process_set, False, arrays, describe, *arguments)
-    results: list[Any] = handle.wait()
+    options = op, prescale_factor, postscale_factor, compression
+    group = _group("grouped reducescatter", arrays, describe_reducescatter, *options)
+    results: list[Any] = runtime.engine(process_set).run("grouped_reducescatter", name, group)
     return results
 
 
@@ -135,28 +136,16 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_reducescatter` and return one handle, whose result is a list."""
-    arguments = op, prescale_factor, postscale_factor, compression
-    describe = describe_reducescatter
-    return _submit("reducescatter", name, process_set, True, arrays, describe, *arguments)
+    options = op, prescale_factor, postscale_factor, compression
+    group = _group("grouped reducescatter", arrays, describe_reducescatter, *options)
+    return runtime.engine(process_set).submit("grouped_reducescatter", name, group)
 
 
-def _submit(
-    kind: str,
-    name: str | None,
-    process_set: ProcessSet,
-    begin: bool,
-    items: Iterable[Any],
-    describe: Callable[..., Operation],
-    *arguments: Any,
-) -> Handle:
-    """Submit the group of ``describe(item, name, *arguments)`` for all items."""
-    return runtime.engine(process_set).submit(
-        f"grouped_{kind}",
-        name,
-        lambda name: describe_group(
-            f"grouped {kind}", name, items, lambda item, own: describe(item, own, *arguments)
-        ),
-        begin,
+def _group(
+    label: str, arrays: Iterable[Any], describe: Callable[..., Operation], *options: Any
+) -> Callable[[str], Group]:
+    return lambda name: describe_group(
+        label, name, arrays, lambda array, own: describe(array, own, *options)
     )
 
 

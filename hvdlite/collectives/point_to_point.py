@@ -41,8 +41,7 @@ def send(engine: Engine, array: Any, to: int, tag: int = 0) -> Transfer:
         RankGoneError: A rank has died; MPI would take a short message for it all the same.
     """
     engine.named.transport.check_alive()
-    header = bytearray(_HEADER.pack(array.size, array.dtype.name.encode()))
-    return Transfer(engine, array, header, to, tag, True)
+    return Transfer(engine, array, to, tag, True)
 
 
 def receive(engine: Engine, out: Any, source: int | None, tag: int = 0) -> Transfer:
@@ -54,7 +53,7 @@ def receive(engine: Engine, out: Any, source: int | None, tag: int = 0) -> Trans
         source: The sender, by its rank among the engine's; None: any.
         tag: As for `send`.
     """
-    return Transfer(engine, out, bytearray(_HEADER.size), source, tag, False)
+    return Transfer(engine, out, source, tag, False)
 
 
 class Transfer:
@@ -66,15 +65,12 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        array: Any,
-        header: bytearray,
-        peer: int | None,
-        tag: int,
-        is_sent: bool,
+        self, engine: Engine, array: Any, peer: int | None, tag: int, is_sent: bool
     ) -> None:
         MPI = self._mpi = mpi.load()  # noqa: N806
+        header = bytearray(_HEADER.size)
+        if is_sent:
+            _HEADER.pack_into(header, 0, array.size, array.dtype.name.encode())
         self._engine, self._array, self._header = engine, array, header
         self.peer, self._tag, self._is_sent = peer, tag, is_sent
         self.finished = False

@@ -6,7 +6,6 @@ import copy
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -16,8 +15,9 @@ from hvdlite.base.arguments import check_positive
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.transport import Transport
-from hvdlite.transport.adasum import adasum
 from hvdlite.transport.transport import copy_parts
+
+_UNSCALED = Scaling()
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,15 @@ class Reduction:
             raise ValueError("gradient_predivide_factor needs op=hvd.Average")
         check_positive("gradient_predivide_factor", self.predivide)
 
-    @cached_property
-    def before_sum(self) -> Scaling:
-        """The scaling before the sum."""
-        return Scaling(1.0 / self.predivide)
-
-    def after_sum(self, size: int) -> Scaling:
-        """Return the scaling after the sum over ``size`` ranks."""
-        if self.op is not ReduceOp.AVERAGE:
-            return Scaling()
-        return Scaling(self.predivide, size)
-
     def scalings(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
         """Return the scaling of a dtype's elements before and after the sum over ``size`` ranks."""
-        if dtype.kind in "iu":  # divided before, they would lose a remainder
-            return Scaling(), self.combined(size)
-        return self.before_sum, self.after_sum(size)
+        if self.predivide == 1.0 or dtype.kind in "iu":  # which would lose a remainder before it
+            return _UNSCALED, self.combined(size)
+        return Scaling(1.0 / self.predivide), Scaling(self.predivide, size)
 
     def combined(self, size: int) -> Scaling:
         """Return both scalings as one, for strategies that scale once."""
-        return Scaling(1.0, size) if self.op is ReduceOp.AVERAGE else Scaling()
+        return Scaling(1.0, size) if self.op is ReduceOp.AVERAGE else _UNSCALED
 
 
 class Bucket:
@@ -164,7 +153,7 @@ class Bucket:
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.copy_zero_copy_parts()
-            adasum(transport, send, result, scaling, self.bounds)
+            transport.adasum(send, result, scaling, self.bounds)
         elif self.zero_copy:
             transport.allreduce_zero_copy(
                 send, sorted(self.zero_copy.items()), result, ReduceOp.SUM, scaling

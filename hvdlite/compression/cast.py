@@ -149,10 +149,10 @@ class _Rounding(Codec):
         self._bucket = bucket
         self._clipped = 0
 
-    def body(self, count: int) -> int:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
         return 2 * count
 
-    def encode(self, values: Any, out: Any) -> None:
+    def encode(self, values: Any, out: Any, generator: Any = None) -> None:
         """Scale and round; warn if values were clipped."""
         super().encode(values, out)
         if self._clipped:
@@ -168,7 +168,7 @@ class _Rounding(Codec):
             )
             self._clipped = 0
 
-    def write(self, values: Any, head: Any, out: Any) -> None:
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
         scaled = values
         if self._clips or not self._scaling.is_identity:
             is_single = values.dtype == np.float32

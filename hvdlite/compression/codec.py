@@ -26,15 +26,17 @@ class Codec(ABC):
 
     #: Values that are encoded together; only the last block may have fewer.
     block: int = 1
-    #: Bytes of the head.
-    head: int = 0
     #: Values per piece, about. With fewer, the interpreter's overhead shows; with more, temporary
     #: arrays become so large that the system clears new pages for each, which takes longer than
     #: most arithmetic.
     piece: int = 2**15
 
+    def head(self, dtype: np.dtype[Any]) -> int:
+        """Return the number of bytes of the head for values of a dtype."""
+        return 0
+
     @abstractmethod
-    def body(self, count: int) -> int:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
         """Return the number of bytes for ``count`` values, without the head.
 
         Multiples of both the block and 8 values follow each other without a gap.
@@ -45,16 +47,20 @@ class Codec(ABC):
         head[...] = 0  # of no bytes
 
     @abstractmethod
-    def write(self, values: Any, head: Any, out: Any) -> None:
-        """Encode a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
+        """Encode a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8.
+
+        Args:
+            generator: of random numbers, for a codec that takes any.
+        """
 
     @abstractmethod
     def read(self, body: Any, head: Any, out: Any) -> None:
         """Decode: the same bits of ``out`` from the same bytes on every rank."""
 
-    def nbytes(self, count: int) -> int:
-        """Return the number of bytes of the message for ``count`` values."""
-        return self.head + self.body(count)
+    def nbytes(self, count: int, dtype: np.dtype[Any]) -> int:
+        """Return the number of bytes of the message for ``count`` values of a dtype."""
+        return self.head(dtype) + self.body(count, dtype)
 
     def pieces(self, count: int) -> Iterator[slice]:
         """Yield the slices of ``count`` values, piece by piece."""
@@ -63,12 +69,12 @@ class Codec(ABC):
         for start in range(0, count, length):
             yield slice(start, min(start + length, count))
 
-    def encode(self, values: Any, out: Any) -> None:
+    def encode(self, values: Any, out: Any, generator: Any = None) -> None:
         """Write the message for finite values, flat, float32 or float64, into ``out``."""
-        head = out[: self.head]
+        head, body = self._split(out, values.dtype)
         self.measure(values, head)
         for piece in self.pieces(values.size):
-            self.write(values[piece], head, self._part(out, piece))
+            self.write(values[piece], head, self._part(body, piece, values.dtype), generator)
 
     def decode(self, message: Any, out: Any) -> None:
         """Write the values of a message into ``out``."""
@@ -77,13 +83,20 @@ class Codec(ABC):
 
     def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
         """Write the values of one of the `pieces` of a message into ``out``."""
-        self.read(self._part(message, piece), message[: self.head], out)
+        head, body = self._split(message, out.dtype)
+        self.read(self._part(body, piece, out.dtype), head, out)
 
-    def _part(self, message: Any, piece: slice) -> Any:
-        return message[self.nbytes(piece.start) : self.nbytes(piece.stop)]
+    def _split(self, message: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        head = self.head(dtype)
+        return message[:head], message[head:]
+
+    def _part(self, body: Any, piece: slice, dtype: np.dtype[Any]) -> Any:
+        return body[self.body(piece.start, dtype) : self.body(piece.stop, dtype)]
 
 
-def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequence[int]) -> None:
+def add_gathered(
+    codec: Codec, bucket: Bucket, transport: Transport, parts: Sequence[int], generator: Any
+) -> None:
     """Send everything to all ranks, each of which adds it up in the order of the ranks.
 
     A rank sends its message to each other one: of n ranks n - 1 times its bytes. Only the loss of
@@ -91,13 +104,15 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
 
     Args:
         parts: the offset of each part that has a message of its own, and the end of the last one.
+        generator: as for `Codec.write`.
     """
     pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
-    ends = np.cumsum([0, *(codec.nbytes(piece.stop - piece.start) for piece in pieces)]).tolist()
+    lengths = [codec.nbytes(piece.stop - piece.start, bucket.send.dtype) for piece in pieces]
+    ends = np.cumsum([0, *lengths]).tolist()
     places = [slice(*bounds) for bounds in itertools.pairwise(ends)]
     message = transport.empty(ends[-1], np.dtype(np.uint8))
     for piece, place in zip(pieces, places, strict=True):
-        codec.encode(bucket.send[piece], message[place])
+        codec.encode(bucket.send[piece], message[place], generator)
     messages = gather_messages(transport, message, [ends[-1]] * transport.size)
     scaling = bucket.reduction.combined(transport.size)
     for piece, place in zip(pieces, places, strict=True):
@@ -106,22 +121,27 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
         _add_up(codec, [each[place] for each in messages], scaling, bucket.result[piece])
 
 
-def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
+def add_by_slices(
+    codec: Codec, bucket: Bucket, transport: Transport, generator: Any = None
+) -> None:
     """Let rank r add up slice r of all ranks' values, and send the sum to all ranks.
 
     It moves as many bytes as an allreduce of the messages, whatever the number of ranks, but
     encodes the sums once more. The loss of that is unsent on the rank that added up, multiplied by
     the divisor of an average.
+
+    Args:
+        generator: as for `Codec.write`.
     """
     rank, size = transport.rank, transport.size
     count = bucket.send.size
     blocks = -(-count // codec.block)
     bounds = [min(count, bound * codec.block) for bound in slice_bounds(blocks, size)]
     slices = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    lengths = [codec.nbytes(piece.stop - piece.start) for piece in slices]
+    lengths = [codec.nbytes(piece.stop - piece.start, bucket.send.dtype) for piece in slices]
     sent = [np.empty(length, np.uint8) for length in lengths]
     for piece, message in zip(slices, sent, strict=True):
-        codec.encode(bucket.send[piece], message)
+        codec.encode(bucket.send[piece], message, generator)
     received = np.empty((size, lengths[rank]), np.uint8)
     transport.alltoall(sent, list(received))
     if bucket.unsent is not None:
@@ -135,7 +155,7 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
     _add_up(codec, list(received), bucket.reduction.combined(size), total)
     del received
     whole = np.empty(lengths[rank], np.uint8)
-    codec.encode(total, whole)
+    codec.encode(total, whole, generator)
     wholes = gather_messages(transport, whole, lengths)
     if bucket.unsent is not None:
         _subtract(codec, whole, total, total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,7 @@ import numpy as np
 
 from hvdlite.base import float16
 from hvdlite.base.arguments import check_count, check_positive
+from hvdlite.base.arrays import cut
 from hvdlite.base.reduction import ReduceOp, is_floating
 from hvdlite.compression.bucket import Bucket, Parameter, generator
 from hvdlite.compression.messages import agree, find_not_finite
@@ -125,10 +125,8 @@ class PowerSGD(Strategy):
             together[...] = np.nan
         scaling = bucket.reduction.combined(transport.size)
         transport.allreduce(together, together, ReduceOp.SUM, scaling)
-        sums = [
-            together[start:stop].reshape(factor.shape)
-            for factor, (start, stop) in zip(factors, itertools.pairwise(ends), strict=True)
-        ]
+        parts = zip(cut(together, ends), factors, strict=True)
+        sums = [part.reshape(factor.shape) for part, factor in parts]
         for position, each in enumerate(sums):
             if not np.isfinite(each).all():
                 agree(bucket, transport, bad)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdlite.base.arrays import cut
 from hvdlite.compression.bucket import Bucket
 from hvdlite.errors import GradientError, ranks_text
 from hvdlite.transport import Transport
@@ -64,7 +64,6 @@ def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> li
 def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) -> list[Any]:
     """Return every rank's message, by rank."""
     everything = message if transport.size == 1 else np.empty(sum(lengths), np.uint8)
-    bounds = np.cumsum([0, *lengths]).tolist()
-    messages = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]
+    messages = cut(everything, np.cumsum([0, *lengths]).tolist())
     transport.allgather(message, messages)
     return messages

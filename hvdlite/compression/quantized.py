@@ -33,8 +33,8 @@ _POWERS = 127
 _SIGN = 0x80
 
 
-class Quantized(Strategy):
-    """Base of strategies that send values by a `Codec`, and add them up after decoding.
+class Quantized(Strategy, Codec):
+    """Base of strategies that encode values in fewer bytes, and add them up after decoding.
 
     Infinities and NaN are refused: they would spread to all values that share their scale, and
     stay in residuals for ever.
@@ -47,19 +47,17 @@ class Quantized(Strategy):
     by_slices: ClassVar[bool] = False
     #: Whether each ``"tensor"`` has a message of its own, or the whole ``"bucket"`` has one.
     per: str = "bucket"
-
-    @abstractmethod
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return the codec of a bucket's values on a rank."""
+    #: Of the random numbers that `write` takes; None: it takes none.
+    seed: int | None = None
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         agree(bucket, transport, find_not_finite(bucket, bucket.send))
-        codec = self.codec(bucket, transport.rank)
+        random = None if self.seed is None else bucket.generator(self.seed, transport.rank)
         if self.by_slices:
-            add_by_slices(codec, bucket, transport)
+            add_by_slices(self, bucket, transport, random)
         else:
             parts = bucket.bounds if self.per == "tensor" else [0, bucket.send.size]
-            add_gathered(codec, bucket, transport, parts)
+            add_gathered(self, bucket, transport, parts, random)
 
 
 def round_stochastically(values: Any, levels: int, generator: np.random.Generator) -> Any:
@@ -84,56 +82,56 @@ def round_stochastically(values: Any, levels: int, generator: np.random.Generato
     return below.astype(np.uint8)
 
 
-class BlockCodec(Codec):
-    """Encoding of values as codes relative to a scale of each block, in the values' own dtype.
+class Blockwise(Quantized):
+    """Base of strategies whose codes are relative to a scale of each block, in the values' dtype.
 
-    A message is that of its pieces, each of which has all scales first and then all codes.
-
-    Args:
-        block: the number of values that share a scale.
+    A message is that of its pieces, each of which has all scales first and then all codes. The
+    values of a ``block`` share a scale.
     """
 
-    def __init__(self, block: int, bits: int, dtype: np.dtype[Any]) -> None:
-        self.block = block
-        self._bits = bits
-        self._dtype = dtype
+    #: Bits of a code.
+    bits: int = 8
 
-    def body(self, count: int) -> int:
-        return self._scales(count) + packed_size(count, self._bits)
+    def __post_init__(self) -> None:
+        check_count("block", self.block, 1, _LARGEST_BLOCK)
 
-    def write(self, values: Any, head: Any, out: Any) -> None:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
+        return self._scales(count, dtype) + packed_size(count, self.bits)
+
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
         """Divide by the greatest magnitude of a block, so that nothing overflows or underflows."""
         starts = np.arange(0, values.size, self.block)
         ratios = np.abs(values)
         greatest = np.maximum.reduceat(ratios, starts)
         ratios[...] = values
         _by_block(np.divide, ratios, np.where(greatest == 0, 1, greatest), self.block)
-        end = self._scales(values.size)
-        scales = self.write_ratios(ratios, greatest, out[end:])
+        end = self._scales(values.size, values.dtype)
+        scales = self.write_ratios(ratios, greatest, out[end:], generator)
         out[:end] = scales.view(np.uint8)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        end = self._scales(out.size)
-        scales = np.frombuffer(body[:end].tobytes(), self._dtype)
+        end = self._scales(out.size, out.dtype)
+        scales = np.frombuffer(body[:end].tobytes(), out.dtype)
         self.read_ratios(body[end:], out)
         _by_block(np.multiply, out, scales, self.block)
 
     @abstractmethod
-    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any, generator: Any) -> Any:
         """Write codes, and return the blocks' scales.
 
         Args:
             ratios: of the values to the greatest magnitude in their block; they may be changed.
             greatest: these magnitudes.
             out: receives the codes; flat, uint8.
+            generator: as for `write`.
         """
 
     @abstractmethod
     def read_ratios(self, codes: Any, out: Any) -> None:
         """Write the values of codes, relative to the scales."""
 
-    def _scales(self, count: int) -> int:
-        return -(-count // self.block) * self._dtype.itemsize
+    def _scales(self, count: int, dtype: np.dtype[Any]) -> int:
+        return -(-count // self.block) * dtype.itemsize
 
 
 def _by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
@@ -149,24 +147,42 @@ def _by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
     ufunc(rest, scales[whole:], out=rest)
 
 
+@lru_cache
+def _float8_codes() -> Any:
+    """Return the codes of all floats whose lower half is 0."""
+    floats = np.arange(2**16, dtype=np.uint32) << _HALF_WORD
+    with np.errstate(all="ignore"):
+        return floats.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+@lru_cache
+def _float8_ratios() -> tuple[float, ...]:
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return tuple((values / _LARGEST_FLOAT8).tolist())
+
+
 @dataclass(frozen=True, repr=False)
-class _EightBits(Quantized):
-    """Base of strategies with 8-bit codes, which are added up by slices."""
+class Float8(Blockwise):
+    """Send 8-bit floats (e4m3), with a scale for each block.
+
+    Sign, 4 bits of exponent, 3 of fraction: Micikevicius et al. 2022, arXiv:2209.05433. Each block
+    of values is scaled so that its greatest magnitude is the type's largest number, 448, and
+    rounded to nearest, ties to even; a block of zeros stays zero. Values below 2**-19 of the
+    greatest become 0.
+
+    Args:
+        block: the number of values that share a scale, which is as wide as they are (for 16-bit
+            gradients: 32 bits).
+
+    Raises:
+        ValueError: ``block`` is out of range.
+    """
 
     block: int = 256
 
     by_slices = True
-    block_codec: ClassVar[type[BlockCodec]]
 
-    def __post_init__(self) -> None:
-        check_count("block", self.block, 1, _LARGEST_BLOCK)
-
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        return self.block_codec(self.block, 8, bucket.send.dtype)
-
-
-class _Float8Codec(BlockCodec):
-    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any, generator: Any) -> Any:
         """Look up codes by the upper half of a float32.
 
         The lower half matters only if it decides a tie, because it is not 0; this is recorded in
@@ -186,55 +202,8 @@ class _Float8Codec(BlockCodec):
         unpack(_float8_ratios(), codes, out)
 
 
-@lru_cache
-def _float8_codes() -> Any:
-    """Return the codes of all floats whose lower half is 0."""
-    floats = np.arange(2**16, dtype=np.uint32) << _HALF_WORD
-    with np.errstate(all="ignore"):
-        return floats.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-
-
-@lru_cache
-def _float8_ratios() -> tuple[float, ...]:
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return tuple((values / _LARGEST_FLOAT8).tolist())
-
-
 @dataclass(frozen=True, repr=False)
-class Float8(_EightBits):
-    """Send 8-bit floats (e4m3), with a scale for each block.
-
-    Sign, 4 bits of exponent, 3 of fraction: Micikevicius et al. 2022, arXiv:2209.05433. Each block
-    of values is scaled so that its greatest magnitude is the type's largest number, 448, and
-    rounded to nearest, ties to even; a block of zeros stays zero. Values below 2**-19 of the
-    greatest become 0.
-
-    Args:
-        block: the number of values that share a scale, which is as wide as they are (for 16-bit
-            gradients: 32 bits).
-
-    Raises:
-        ValueError: ``block`` is out of range.
-    """
-
-    block_codec = _Float8Codec
-
-
-class _IntegerCodec(BlockCodec):
-    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
-        ratios *= _LARGEST_INTEGER
-        np.rint(ratios, out=ratios)
-        np.copyto(out.view(np.int8), ratios, casting="unsafe")
-        return greatest
-
-    def read_ratios(self, codes: Any, out: Any) -> None:
-        """Divide: 127 is exactly 1."""
-        np.copyto(out, codes.view(np.int8))
-        out /= _LARGEST_INTEGER
-
-
-@dataclass(frozen=True, repr=False)
-class Blockwise8(_EightBits):
+class Blockwise8(Blockwise):
     """Send 8-bit integers, with a scale for each block.
 
     Dettmers et al. 2021, arXiv:2110.02861, with linear codes as in DeepSpeed: each value becomes
@@ -249,11 +218,24 @@ class Blockwise8(_EightBits):
         ValueError: ``block`` is out of range.
     """
 
-    block_codec = _IntegerCodec
+    block: int = 256
+
+    by_slices = True
+
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any, generator: Any) -> Any:
+        ratios *= _LARGEST_INTEGER
+        np.rint(ratios, out=ratios)
+        np.copyto(out.view(np.int8), ratios, casting="unsafe")
+        return greatest
+
+    def read_ratios(self, codes: Any, out: Any) -> None:
+        """Divide: 127 is exactly 1."""
+        np.copyto(out, codes.view(np.int8))
+        out /= _LARGEST_INTEGER
 
 
 @dataclass(frozen=True, repr=False)
-class QSGD(Quantized):
+class QSGD(Blockwise):
     """Send signs and multiples of a fraction of the block's norm, rounded stochastically.
 
     Alistarh et al. 2017, arXiv:1610.02132: ``|x| / norm`` is rounded up or down to one of the
@@ -279,34 +261,26 @@ class QSGD(Quantized):
 
     def __post_init__(self) -> None:
         check_count("levels", self.levels, 1, _MOST_LEVELS)
-        check_count("block", self.block, 1, _LARGEST_BLOCK)
+        super().__post_init__()
         check_count("seed", self.seed, 0)
+        bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
+        object.__setattr__(self, "bits", bits)
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        generator = bucket.generator(self.seed, rank)
-        return _LevelCodec(self.levels, self.block, bucket.send.dtype, generator)
-
-
-class _LevelCodec(BlockCodec):
-    def __init__(
-        self, levels: int, block: int, dtype: np.dtype[Any], generator: np.random.Generator
-    ) -> None:
-        bits = 2 if levels == 1 else 4 if levels <= 7 else 8
-        super().__init__(block, bits, dtype)
-        self._levels = levels
-        self._values = tuple((code - levels) / levels for code in range(2**bits))
-        self._generator = generator
-
-    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any, generator: Any) -> Any:
         """Divide by the norm, too, and round."""
         starts = np.arange(0, ratios.size, self.block)
         norms = np.sqrt(np.add.reduceat(ratios * ratios, starts))
-        _by_block(np.divide, ratios, np.where(norms == 0, 1, norms) / self._levels, self.block)
-        pack(round_stochastically(ratios, self._levels, self._generator), self._bits, out)
+        _by_block(np.divide, ratios, np.where(norms == 0, 1, norms) / self.levels, self.block)
+        pack(round_stochastically(ratios, self.levels, generator), self.bits, out)
         return greatest * norms
 
     def read_ratios(self, codes: Any, out: Any) -> None:
-        unpack(self._values, codes, out)
+        unpack(_level_ratios(self.levels, self.bits), codes, out)
+
+
+@lru_cache
+def _level_ratios(levels: int, bits: int) -> tuple[float, ...]:
+    return tuple((code - levels) / levels for code in range(2**bits))
 
 
 @dataclass(frozen=True, repr=False)
@@ -338,46 +312,43 @@ class Natural(Quantized):
     def __post_init__(self) -> None:
         check_count("seed", self.seed, 0)
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        return _PowerCodec(bucket.send.dtype, bucket.generator(self.seed, rank))
+    def head(self, dtype: np.dtype[Any]) -> int:
+        """Return 2: the head is the biased exponent of the largest power of two."""
+        return 2
 
-
-class _PowerCodec(Codec):
-    """Encoding by exponents; the head is the biased exponent of the largest power of two."""
-
-    head = 2
-
-    def __init__(self, dtype: np.dtype[Any], generator: np.random.Generator) -> None:
-        self._dtype = dtype
-        self._word = np.dtype(f"i{dtype.itemsize}")
-        info = np.finfo(dtype)
-        self._fraction, self._exponent = info.nmant, info.nexp  # bits of each
-        self._generator = generator
-
-    def body(self, count: int) -> int:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
         return count
 
     def measure(self, values: Any, head: Any) -> None:
         """Round the greatest magnitude up, unless that would be infinite."""
+        fraction, exponent, word = _layout(values.dtype)
         greatest = greatest_magnitude(values)
-        bits = int(np.array(greatest, self._dtype).view(self._word))
-        top = (bits + (1 << self._fraction) - 1) >> self._fraction
+        bits = int(np.array(greatest, values.dtype).view(word))
+        top = (bits + (1 << fraction) - 1) >> fraction
         if np.isfinite(greatest):
-            top = min(top, (1 << self._exponent) - 2)
+            top = min(top, (1 << exponent) - 2)
         head[...] = np.array([top], np.uint16).view(np.uint8)
 
-    def write(self, values: Any, head: Any, out: Any) -> None:
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
         """Add a random number to the fraction, whose carry rounds the exponent up."""
-        added = self._generator.random(values.size, self._dtype)
-        added *= 2**self._fraction
-        bits = added.astype(self._word)
-        bits += values.view(self._word)
-        bits >>= self._fraction
-        bits &= (2 << self._exponent) - 1
-        np.take(_power_codes(_top(head), self._exponent), bits, out=out, mode="clip")
+        fraction, exponent, word = _layout(values.dtype)
+        added = generator.random(values.size, values.dtype)
+        added *= 2**fraction
+        bits = added.astype(word)
+        bits += values.view(word)
+        bits >>= fraction
+        bits &= (2 << exponent) - 1
+        np.take(_power_codes(_top(head), exponent), bits, out=out, mode="clip")
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        unpack(_powers(_top(head), self._exponent), body, out)
+        _, exponent, _ = _layout(out.dtype)
+        unpack(_powers(_top(head), exponent), body, out)
+
+
+def _layout(dtype: np.dtype[Any]) -> tuple[int, int, np.dtype[Any]]:
+    """Return a float's bits of fraction and of exponent, and the integer of its size."""
+    info = np.finfo(dtype)
+    return info.nmant, info.nexp, np.dtype(f"i{dtype.itemsize}")
 
 
 def _top(head: Any) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite.base.arguments import check_choice, check_count, check_positive
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression.bucket import Bucket
-from hvdlite.compression.codec import Codec, greatest_magnitude
+from hvdlite.compression.codec import greatest_magnitude
 from hvdlite.compression.packing import pack, packed_size, unpack
 from hvdlite.compression.quantized import Quantized, round_stochastically
 from hvdlite.transport import Transport
@@ -41,16 +41,10 @@ class Sign(Quantized):
     def __post_init__(self) -> None:
         check_choice("per", self.per, "tensor", "bucket")
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        return _SignCodec(bucket.send.dtype)
+    def head(self, dtype: np.dtype[Any]) -> int:
+        return dtype.itemsize
 
-
-class _SignCodec(Codec):
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self.head = dtype.itemsize
-
-    def body(self, count: int) -> int:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
         return packed_size(count, 1)
 
     def measure(self, values: Any, head: Any) -> None:
@@ -58,15 +52,15 @@ class _SignCodec(Codec):
         if not mean < np.inf:  # the sum, not the mean, is out of the type's range
             greatest = greatest_magnitude(values)
             mean = greatest * self._mean(values, greatest)
-        head[...] = np.array([mean], self._dtype).view(np.uint8)
+        head[...] = np.array([mean], values.dtype).view(np.uint8)
 
-    def write(self, values: Any, head: Any, out: Any) -> None:
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
         """Compare, so that a negative zero is a zero."""
         pack(values < 0, 1, out)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
         unpack((1.0, -1.0), body, out)
-        out *= np.frombuffer(head.tobytes(), self._dtype)
+        out *= np.frombuffer(head.tobytes(), out.dtype)
 
     def _mean(self, values: Any, unit: float) -> float:
         total = 0.0
@@ -78,26 +72,26 @@ class _SignCodec(Codec):
         return total / max(len(values), 1)
 
 
-class TernaryCodec(Codec):
-    """Encoding of each value as -1, 0 or 1 times one magnitude, in 2 bits."""
+class Ternary(Quantized):
+    """Base of strategies that send each value as -1, 0 or 1 times one magnitude, in 2 bits."""
 
-    def body(self, count: int) -> int:
+    def body(self, count: int, dtype: np.dtype[Any]) -> int:
         return packed_size(count, 2)
 
-    def write(self, values: Any, head: Any, out: Any) -> None:
-        pack(self.codes(values, head), 2, out)
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
+        pack(self.codes(values, head, generator), 2, out)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
         unpack(_TERNARY, body, out)
-        out *= self.magnitude(head)
+        out *= self.magnitude(head, out.dtype)
 
     @abstractmethod
-    def codes(self, values: Any, head: Any) -> Any:
+    def codes(self, values: Any, head: Any, generator: Any) -> Any:
         """Return 0, 1 or 2 for values that become negative, zero or positive; uint8."""
 
     @abstractmethod
-    def magnitude(self, head: Any) -> Any:
-        """Return the magnitude, from the message's head."""
+    def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
+        """Return the magnitude of values of a dtype, from the message's head."""
 
 
 def _ternary(positive: Any, negative: Any) -> Any:
@@ -108,7 +102,7 @@ def _ternary(positive: Any, negative: Any) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class TwoBit(Quantized):
+class TwoBit(Ternary):
     """Send -threshold, 0 or threshold, in 2 bits, as MXNet does.
 
     Values of at least the threshold become the threshold, those of at most its negative become
@@ -127,23 +121,15 @@ class TwoBit(Quantized):
     def __post_init__(self) -> None:
         check_positive("threshold", self.threshold)
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        return _ThresholdCodec(self.threshold)
+    def codes(self, values: Any, head: Any, generator: Any) -> Any:
+        return _ternary(values >= self.threshold, values <= -self.threshold)
 
-
-class _ThresholdCodec(TernaryCodec):
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-
-    def codes(self, values: Any, head: Any) -> Any:
-        return _ternary(values >= self._threshold, values <= -self._threshold)
-
-    def magnitude(self, head: Any) -> Any:
-        return self._threshold
+    def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
+        return self.threshold
 
 
 @dataclass(frozen=True, repr=False)
-class MajorityVote(Quantized):
+class MajorityVote(Ternary):
     """Send signs; the result is the sign that most ranks have, times a constant.
 
     signSGD with majority vote, Bernstein et al. 2018, arXiv:1802.04434 and arXiv:1810.05291. The
@@ -172,25 +158,20 @@ class MajorityVote(Quantized):
     def __post_init__(self) -> None:
         check_positive("scale", self.scale)
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        return _VoteCodec()
+    def codes(self, values: Any, head: Any, generator: Any) -> Any:
+        return _ternary(values > 0, values < 0)
+
+    def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
+        """Return one vote: integers add up to exactly 0 in a tie."""
+        return 1.0
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         super().exchange(bucket, transport)
         np.multiply(bucket.result, self.scale, out=bucket.result)
 
 
-class _VoteCodec(TernaryCodec):
-    def codes(self, values: Any, head: Any) -> Any:
-        return _ternary(values > 0, values < 0)
-
-    def magnitude(self, head: Any) -> Any:
-        """Return one vote: integers add up to exactly 0 in a tie."""
-        return 1.0
-
-
 @dataclass(frozen=True, repr=False)
-class TernGrad(Quantized):
+class TernGrad(Ternary):
     """Send -1, 0 or 1 times a scale, chosen stochastically, in 2 bits.
 
     Wen et al. 2017, arXiv:1705.07878. The scale is the greatest magnitude, and a value x becomes 0
@@ -222,36 +203,25 @@ class TernGrad(Quantized):
         check_choice("per", self.per, "tensor", "bucket")
         check_count("seed", self.seed, 0)
 
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        generator = bucket.generator(self.seed, rank)
-        return _RandomSignCodec(self.clip, bucket.send.dtype, generator)
-
-
-class _RandomSignCodec(TernaryCodec):
-    def __init__(
-        self, clip: float | None, dtype: np.dtype[Any], generator: np.random.Generator
-    ) -> None:
-        self._clip = clip
-        self._dtype = dtype
-        self._generator = generator
-        self.head = dtype.itemsize
+    def head(self, dtype: np.dtype[Any]) -> int:
+        return dtype.itemsize
 
     def measure(self, values: Any, head: Any) -> None:
         """Write the greatest magnitude after clipping."""
         greatest = greatest_magnitude(values)
-        if self._clip is not None and greatest > 0:
+        if self.clip is not None and greatest > 0:
             squares = 0.0
             for piece in self.pieces(values.size):
                 ratios = values[piece] / greatest  # whose squares are in range
                 squares += float(np.dot(ratios, ratios))
-            limit = self._clip * (squares / values.size) ** 0.5
+            limit = self.clip * (squares / values.size) ** 0.5
             greatest *= min(limit, 1.0)
-        head[...] = np.array([greatest], self._dtype).view(np.uint8)
+        head[...] = np.array([greatest], values.dtype).view(np.uint8)
 
-    def codes(self, values: Any, head: Any) -> Any:
-        greatest = self.magnitude(head)
+    def codes(self, values: Any, head: Any, generator: Any) -> Any:
+        greatest = self.magnitude(head, values.dtype)
         ratios = values / np.where(greatest > 0, greatest, 1)
-        return round_stochastically(ratios, 1, self._generator)
+        return round_stochastically(ratios, 1, generator)
 
-    def magnitude(self, head: Any) -> Any:
-        return np.frombuffer(head.tobytes(), self._dtype)
+    def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
+        return np.frombuffer(head.tobytes(), dtype)

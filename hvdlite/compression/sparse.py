@@ -6,9 +6,10 @@ import itertools
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from hvdlite.base.arguments import (
     check_positive,
     check_ratio,
 )
-from hvdlite.base.reduction import ReduceOp
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.codec import greatest_magnitude
 from hvdlite.compression.messages import agree, find_not_finite, gather_messages
@@ -31,6 +32,7 @@ from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.transport import Transport
 
 _RATIO = 0.01
+_NO_ENTRIES = np.empty(0, np.uint32)
 _VELOCITY, _ACCUMULATED = "velocity", "accumulated"
 
 
@@ -38,8 +40,8 @@ class Sparse(Strategy):
     """Base of strategies by which every rank sends entries of its own choice to all ranks.
 
     An entry takes its value and an index of four bytes, and goes to each other rank: of n ranks,
-    n - 1 times; for too many entries, see `Entries`. Infinities are sent; NaN is refused, since it
-    is neither large nor small.
+    n - 1 times; for too many entries, see `send_entries`. Infinities are sent; NaN is refused,
+    since it is neither large nor small.
     """
 
     tells_unsent = True
@@ -53,13 +55,13 @@ class Sparse(Strategy):
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         bad = find_not_finite(bucket, bucket.send, infinite=False)
-        indices = self.select(bucket) if bad < 0 else no_entries()
-        entries = Entries(bucket, transport, bucket.send, indices, bad)
+        indices = self.select(bucket) if bad < 0 else _NO_ENTRIES
+        write_result = send_entries(bucket, transport, bucket.send, indices, bad)
         if bucket.unsent is not None:
             bucket.unsent[...] = bucket.send
             for piece in float16.pieces(indices.size):
                 bucket.unsent[indices[piece]] = 0
-        entries.add_up()
+        write_result()
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,8 +246,8 @@ class DeepGradientCompression(Strategy):
             step = self._velocity(velocity[piece], send[piece], factor)
             np.add(accumulated[piece], step, out=total[piece])
         bad = find_not_finite(bucket, total)
-        indices = self._select(bucket, total) if bad < 0 else no_entries()
-        entries = Entries(bucket, transport, total, indices, bad)
+        indices = self._select(bucket, total) if bad < 0 else _NO_ENTRIES
+        write_result = send_entries(bucket, transport, total, indices, bad)
         for piece in _present(bucket):
             # Computed again, rather than kept in memory.
             velocity[piece] = self._velocity(velocity[piece], send[piece], factor)
@@ -253,7 +255,7 @@ class DeepGradientCompression(Strategy):
         accumulated[indices] = 0
         if self.masking:
             velocity[indices] = 0
-        entries.add_up()
+        write_result()
 
     def _velocity(self, velocity: Any, gradient: Any, factor: float) -> Any:
         moved = velocity * velocity.dtype.type(self.momentum)
@@ -282,8 +284,10 @@ class DeepGradientCompression(Strategy):
         return min(1.0, self.clip_norm / math.sqrt(size) / (norm or 1.0))
 
 
-class Entries:
-    """The entries that all ranks have sent, to be added up.
+def send_entries(
+    bucket: Bucket, transport: Transport, values: Any, indices: Any, bad: int
+) -> Callable[[], None]:
+    """Send entries to all ranks.
 
     Work is done in pieces, because numpy makes eight-byte indices of all that it is given. Entries
     are gathered, unless they take more bytes than the bucket has: then they are reduced among
@@ -294,51 +298,42 @@ class Entries:
         values: flat, like ``bucket.send``.
         indices: of the entries that this rank sends, in increasing order.
         bad: the position of a parameter that this rank cannot send, or -1.
+
+    Returns:
+        A function that writes the reduction into ``bucket.result``, in the order of the ranks.
     """
-
-    def __init__(
-        self, bucket: Bucket, transport: Transport, values: Any, indices: Any, bad: int
-    ) -> None:
-        self._bucket = bucket
-        self._messages: list[Any] = []
-        self._sum: Any = None
-        dtype = index_dtype(values.size)
-        length = indices.size * (dtype.itemsize + values.itemsize)
-        lengths = agree(bucket, transport, bad, length)
-        self._scaling = bucket.reduction.combined(len(lengths))
-        if sum(lengths) < values.nbytes:
-            # Not in the transport's memory: the length is this rank's own.
-            message = np.empty(length, np.uint8)
-            end = indices.size * values.itemsize
-            own = message[:end].view(values.dtype)
-            for piece in float16.pieces(indices.size):
-                own[piece] = values[indices[piece]]
-            message[end:].view(dtype)[:] = indices
-            self._messages = gather_messages(transport, message, lengths)
-            return
-        self._sum = np.empty_like(values) if bucket.send is bucket.result else bucket.result
-        self._sum[...] = 0
+    dtype, result = index_dtype(values.size), bucket.result
+    length = indices.size * (dtype.itemsize + values.itemsize)
+    lengths = agree(bucket, transport, bad, length)
+    scaling = bucket.reduction.combined(len(lengths))
+    if sum(lengths) < values.nbytes:
+        # Not in the transport's memory: the length is this rank's own.
+        message = np.empty(length, np.uint8)
+        end = indices.size * values.itemsize
+        own = message[:end].view(values.dtype)
         for piece in float16.pieces(indices.size):
-            self._sum[indices[piece]] = values[indices[piece]]
-        transport.allreduce(self._sum, self._sum, ReduceOp.SUM, self._scaling)
+            own[piece] = values[indices[piece]]
+        message[end:].view(dtype)[:] = indices
+        return partial(_add_up, gather_messages(transport, message, lengths), scaling, result)
+    total = np.empty_like(values) if bucket.send is result else result
+    total[...] = 0
+    for piece in float16.pieces(indices.size):
+        total[indices[piece]] = values[indices[piece]]
+    transport.allreduce(total, total, ReduceOp.SUM, scaling)
+    return partial(np.copyto, result, total)
 
-    def add_up(self) -> None:
-        """Write the reduction into ``bucket.result``, in the order of the ranks."""
-        result = self._bucket.result
-        if self._sum is not None:
-            if self._sum is not result:
-                result[...] = self._sum
-            return
-        dtype = index_dtype(result.size)
-        result[...] = 0
-        for message in self._messages:
-            count = message.size // (result.dtype.itemsize + dtype.itemsize)
-            end = count * result.dtype.itemsize
-            values, indices = message[:end].view(result.dtype), message[end:].view(dtype)
-            for piece in float16.pieces(count):
-                # No index occurs twice; this would add only one of the values.
-                result[indices[piece]] += values[piece]
-        self._scaling.apply(result)
+
+def _add_up(messages: Sequence[Any], scaling: Scaling, result: Any) -> None:
+    dtype = index_dtype(result.size)
+    result[...] = 0
+    for message in messages:
+        count = message.size // (result.dtype.itemsize + dtype.itemsize)
+        end = count * result.dtype.itemsize
+        values, indices = message[:end].view(result.dtype), message[end:].view(dtype)
+        for piece in float16.pieces(count):
+            # No index occurs twice; this would add only one of the values.
+            result[indices[piece]] += values[piece]
+    scaling.apply(result)
 
 
 def part_of(size: int, ratio: float) -> int:
@@ -348,11 +343,6 @@ def part_of(size: int, ratio: float) -> int:
     not 8 because of the last bit of a product.
     """
     return math.ceil(Fraction(repr(float(ratio))) * size)
-
-
-def no_entries() -> Any:
-    """Return the indices of no entries."""
-    return np.empty(0, np.uint32)
 
 
 def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -90,15 +89,11 @@ class ErrorFeedback(Wrapper):
         for position in kept:
             bucket.result_slot(position)[...] = 0
         self.inner.exchange(bucket.derive(bucket.result, bucket.result, residual), transport)
-        _forget_overflow(residual)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not np.isfinite(np.add.reduce(residual)):
+                residual[~np.isfinite(residual)] = 0
         for position, earlier in kept.items():
             bucket.slot(residual, position)[...] = earlier
-
-
-def _forget_overflow(residual: Any) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        if not np.isfinite(np.add.reduce(residual)):
-            residual[~np.isfinite(residual)] = 0
 
 
 @dataclass(frozen=True, repr=False)

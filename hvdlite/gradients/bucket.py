@@ -76,7 +76,7 @@ class GradientBucket(Operation):
         self.keeps_result = self.checks_finite = False
         self.release: Callable[[Any], None] = lambda result: None
         reduction = arrays.reduction
-        is_plain = strategy.is_identity and reduction.before_sum.is_identity
+        is_plain = strategy.is_identity and reduction.predivide == 1.0
         self._is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
         self._has_result = True
         self.begin_step()

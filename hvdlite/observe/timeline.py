@@ -47,11 +47,8 @@ from hvdlite.base import observers
 from hvdlite.observe.trace_file import Event, Run, TraceFile
 
 QUEUE = "QUEUE"
-NEGOTIATE = "NEGOTIATE_"  # prefix of one of the next four
+NEGOTIATE = "NEGOTIATE_"  # prefix of the kind of an operation
 ALLREDUCE = "ALLREDUCE"
-ALLGATHER = "ALLGATHER"
-BROADCAST = "BROADCAST"
-BARRIER = "BARRIER"
 MEMCPY_IN_FUSION_BUFFER = "MEMCPY_IN_FUSION_BUFFER"
 EXCHANGE = "EXCHANGE"
 MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"
@@ -110,6 +107,15 @@ class Timeline:
             **args: details for the viewer: ``tensor="loss"``, ``bytes=4096``.
         """
         self._put(("X", row, event, start, end, args))
+
+    @contextlib.contextmanager
+    def span(self, row: str, event: str, /, **args: Any) -> Iterator[None]:
+        """Record the duration of a block; arguments as for `complete`."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.complete(row, event, start, self.now(), **args)
 
     def overlapping(self, row: str, event: str, start: int, end: int, /, **args: Any) -> None:
         """Record an event like `complete`, in a track of its own."""
@@ -258,24 +264,12 @@ def stop() -> None:
         ending.close()
 
 
-class _Span:
-    def __init__(self, trace: Timeline, row: str, event: str, args: dict[str, Any]) -> None:
-        self._trace, self._row, self._event, self._args = trace, row, event, args
-
-    def __enter__(self) -> None:
-        self._start = self._trace.now()
-
-    def __exit__(self, *_: object) -> None:
-        trace = self._trace
-        trace.complete(self._row, self._event, self._start, trace.now(), **self._args)
-
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def span(row: str, event: str, **args: Any) -> contextlib.AbstractContextManager[None]:
     """Record the duration of a block; arguments as for `Timeline.complete`."""
-    return _NOTHING if current is None else _Span(current, row, event, args)
+    return _NOTHING if current is None else current.span(row, event, **args)
 
 
 def _forget(timeline: Timeline) -> None:

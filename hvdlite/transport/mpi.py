@@ -16,12 +16,11 @@ from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.transport import (
     DIGEST_SIZE,
     LARGEST_FUSED,
-    Join,
     NoRoomError,
     OnWait,
     Transport,
 )
-from hvdlite.world.world import Create, World, create_at_once
+from hvdlite.world.world import Create, create_at_once
 
 # Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
@@ -61,7 +60,7 @@ class MPITransport(Transport):
 
     Args:
         comm: the communicator to duplicate; collective.
-        members: global ranks, used in messages; None: the communicator's own.
+        members: global ranks, used in messages; empty: the communicator's own.
     """
 
     title = "MPI"
@@ -71,13 +70,13 @@ class MPITransport(Transport):
         self,
         MPI: Any,  # noqa: N803
         comm: Any,
-        members: Sequence[int] | None = None,
+        members: Sequence[int] = (),
         create: Create = create_at_once,
     ) -> None:
         self._comm = create(comm.Dup)
         self.rank = int(comm.rank)
         self.size = int(comm.size)
-        self.members = range(self.size) if members is None else members
+        self.members = members or range(self.size)
         self._liveness = Liveness(MPI, create(comm.Dup), self.members)
         self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None
@@ -89,10 +88,6 @@ class MPITransport(Transport):
             ReduceOp.MAX: MPI.MAX,
             ReduceOp.PRODUCT: MPI.PROD,
         }
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
-        return cls(MPI, world.comm, world.ids, world.create)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare the smallest digests with the largest, found as the smallest complements.

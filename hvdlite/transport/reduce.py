@@ -59,9 +59,9 @@ def prepare_reduction(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> P
         once, in their order.
     """
     if accumulator(dtype) != dtype:
-        return partial(_in_float32, op, scaling)
+        return partial(_in_pieces, _reduce_float16, op, scaling)
     if is_integer_mean(dtype, op, scaling):
-        return partial(_in_wide_integers, scaling.divisor)
+        return partial(_in_pieces, _average_integers, op, scaling)
     return partial(_in_blocks, binary(op, dtype), scaling.write, scaling.is_identity)
 
 
@@ -117,9 +117,11 @@ def _in_blocks(
     return calls
 
 
-def _in_float32(op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any]) -> list[Call]:
+def _in_pieces(
+    reduce: Callable[..., None], op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any]
+) -> list[Call]:
     return [
-        (_reduce_float16, (result[piece], [part[piece] for part in parts], op, scaling))
+        (reduce, (result[piece], [part[piece] for part in parts], op, scaling))
         for piece in float16.pieces(result.size)
     ]
 
@@ -129,12 +131,5 @@ def _reduce_float16(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Sc
     float16.narrow(scaling.apply(total), result)
 
 
-def _in_wide_integers(divisor: int, result: Any, parts: Sequence[Any]) -> list[Call]:
-    return [
-        (_average_integers, (result[block], [part[block] for part in parts], divisor))
-        for block in (slice(start, start + _BLOCK) for start in range(0, result.size, _BLOCK))
-    ]
-
-
-def _average_integers(result: Any, parts: Sequence[Any], divisor: int) -> None:
-    result[...] = integer_mean(integer_sums(parts, divisor), divisor)
+def _average_integers(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
+    result[...] = integer_mean(integer_sums(parts, scaling.divisor), scaling.divisor)

@@ -1,4 +1,4 @@
-"""The registry of transports, and the choice of one for a world."""
+"""The choice of a transport for a world, and of one for its devices."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import json
 import logging
 import os
 import socket
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import HorovodInternalError
+from hvdlite.transport.gpu import nccl
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory.barrier import Barrier
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join_nodes
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
-#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
-#: is the only registration.
-TRANSPORTS: tuple[type[Transport], ...] = (
-    Loopback,
-    SharedMemoryTransport,
-    HierarchicalTransport,
-    MPITransport,
-)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -50,13 +39,18 @@ def connect(
         before: the transport that these ranks, and some that have died, used before. The new one
             exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """
-
-    @cache
-    def join() -> Barrier | None:
-        return join_nodes(world, getattr(before, "arena", None)) if shared_memory else None
-
-    made = (kind.connect(MPI, world, join) for kind in TRANSPORTS)
-    transport = next(each for each in made if each is not None)
+    nodes, barrier = len(set(world.nodes)), None
+    if shared_memory and nodes < world.comm.size:
+        barrier = join_nodes(world, getattr(before, "arena", None))
+    transport: Transport
+    if world.comm.size == 1:
+        transport = Loopback()
+    elif barrier is None:
+        transport = MPITransport(MPI, world.comm, world.ids, world.create)
+    elif nodes == 1:
+        transport = SharedMemoryTransport(barrier, world.node.rank)
+    else:
+        transport = HierarchicalTransport(MPI, world, barrier)
     transport.members = world.ids
     return transport
 
@@ -97,12 +91,14 @@ def connect_device(
             )
     assert cuda is not None
     if not through_host:
-        made = NCCLTransport.connect_devices(cuda, control, device, everywhere, timeout)
-        if not isinstance(made, str):
-            return made
+        objection = nccl.find_objection(everywhere)
+        if objection is None:
+            communicator, objection = nccl.join(control, device, cuda)
+        if objection is None:
+            return nccl.NCCLTransport(cuda, control, device, communicator, timeout)
         if control.rank == 0:
-            _log.warning("device arrays go through host memory, which is slower: %s", made)
-    return HostStaged(cuda, control, device, timeout)
+            _log.warning("device arrays go through host memory, which is slower: %s", objection)
+    return DeviceTransport(cuda, control, device, timeout)
 
 
 def _facts(cuda: Cuda, device: int) -> dict[str, Any]:

@@ -10,18 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hvdlite.base import float16
-from hvdlite.base.arrays import as_bytes, slice_bounds
+from hvdlite.base.arrays import as_bytes, cut, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
-from hvdlite.world.world import World
 
 #: Bytes of the smallest array that ranks reduce in each other's memory, see `Transport.announce`.
 LEAST_ANNOUNCED = 2**16
@@ -33,11 +31,6 @@ DIGEST_SIZE = 16
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
 #: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
-
-
-#: Joins the ranks of each node in shared memory: returns their barrier, or on all ranks None.
-#: Collective; further calls return the same.
-Join = Callable[[], Any]
 
 
 class NoRoomError(MemoryError):
@@ -66,16 +59,6 @@ class Transport(ABC):
     lane: str = ""
     title: str = ""
     confirms: bool = False
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
-        """Return a transport for a world's ranks, or on all of them None if it does not suit them.
-
-        Args:
-            world: the ranks and their nodes; the transport makes communicators of its own.
-            join: called if the transport uses shared memory.
-        """
-        return None
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
@@ -167,18 +150,19 @@ class Transport(ABC):
         """Write ``scaling.apply(op over all ranks' send)`` into ``result``.
 
         Every rank gets the same bits. ``send`` is left as it is unless it is ``result``.
-        ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
+        ``op`` is SUM, MIN, MAX or PRODUCT.
 
         This implementation reduces slice r of all ranks' arrays on rank r, in the order of the
         ranks, and sends the result to all of them: as many bytes as a ring, in types of our
         choosing, and each element is reduced once, so that every rank holds the same bits.
         """
-        if op is ReduceOp.ADASUM:
-            adasum(self, send, result, scaling, [0, send.size])
-            return
         rows = self.scatter_slices(send)
         reduce_into(rows[0], list(rows), op, scaling)
         self.gather_slices(rows[0], result)
+
+    def adasum(self, send: Any, result: Any, scaling: Scaling, tensors: Sequence[int]) -> None:
+        """Write the adaptive sum over all ranks into ``result``; see `adasum.adasum`."""
+        adasum(self, send, result, scaling, tensors)
 
     def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:
         """Return an uninitialised flat array for one collective, perhaps as `empty` does."""
@@ -214,18 +198,16 @@ class Transport(ABC):
 
     def scatter_slices(self, array: Any) -> Any:
         """Return all ranks' values of slice r on rank r, one row for each rank."""
-        bounds = slice_bounds(array.size, self.size)
-        length = bounds[self.rank + 1] - bounds[self.rank]
+        pieces = cut(array, slice_bounds(array.size, self.size))
+        length = pieces[self.rank].size
         rows = self.scratch(self.size * length, array.dtype).reshape(self.size, length)
-        pieces = [as_bytes(array[start:stop]) for start, stop in pairwise(bounds)]
-        self.alltoall(pieces, [as_bytes(row) for row in rows])
+        self.alltoall([*map(as_bytes, pieces)], [*map(as_bytes, rows)])
         return rows
 
     def gather_slices(self, own: Any, result: Any) -> None:
         """Write slice r, which rank r has, into every rank's ``result``."""
-        bounds = slice_bounds(result.size, self.size)
-        pieces = [as_bytes(result[start:stop]) for start, stop in pairwise(bounds)]
-        self.allgather(as_bytes(own), pieces)
+        pieces = cut(result, slice_bounds(result.size, self.size))
+        self.allgather(as_bytes(own), [*map(as_bytes, pieces)])
 
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
@@ -277,12 +259,9 @@ class Transport(ABC):
             return
         bounds = np.cumsum([0, *(array.size for array in sends)]).tolist()
         together = self.scratch(bounds[-1], sends[0].dtype, exchanged=True)
-        with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
-            np.concatenate(sends, out=together)
+        copy_in(sends, together, self.lane)
         self.allreduce_fused(together, op, scaling)
-        with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-            for result, (start, stop) in zip(results, pairwise(bounds), strict=True):
-                result[...] = together[start:stop]
+        copy_out(cut(together, bounds), results, self.lane)
 
     def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Do an `allreduce` in place, of an array that fuses several."""
@@ -303,7 +282,7 @@ class Transport(ABC):
         ``op`` is SUM, MIN, MAX or PRODUCT.
         """
         rows = np.empty((self.size, result.size), result.dtype)
-        self.alltoall(list(map(as_bytes, pieces)), [as_bytes(row) for row in rows])
+        self.alltoall([*map(as_bytes, pieces)], [*map(as_bytes, rows)])
         reduce_into(result, list(rows), op, scaling)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
@@ -327,17 +306,20 @@ class Transport(ABC):
         """Free the resources of the transport; no rank calls anything after it."""
 
 
+def copy_in(arrays: Sequence[Any], together: Any, lane: str) -> None:
+    """Copy arrays into a flat one, one after the other."""
+    with timeline.span(lane, timeline.MEMCPY_IN_FUSION_BUFFER):
+        np.concatenate(arrays, out=together)
+
+
+def copy_out(parts: Sequence[Any], results: Sequence[Any], lane: str) -> None:
+    """Copy the parts of such an array to where each belongs."""
+    with timeline.span(lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
+        for part, result in zip(parts, results, strict=True):
+            result[...] = part
+
+
 def copy_parts(parts: Sequence[tuple[int, Any]], array: Any) -> None:
     """Copy parts into an array, each to the offset that comes with it."""
     for start, part in parts:
         array[start : start + part.size] = part
-
-
-def common_prefix(lists: Sequence[Sequence[bytes]]) -> int:
-    """Return how many leading elements are the same in all lists."""
-    count = 0
-    for digests in zip(*lists, strict=False):
-        if any(digest != digests[0] for digest in digests):
-            break
-        count += 1
-    return count

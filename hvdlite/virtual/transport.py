@@ -18,7 +18,6 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
 from hvdlite.transport.transport import OnWait, Transport
 
@@ -275,9 +274,6 @@ class VirtualTransport(Transport):
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce over the virtual ranks: float32 and float64 along the tree, others in order."""
-        if op is ReduceOp.ADASUM:
-            adasum(self, send, result, scaling, [0, send.size])
-            return
         self._call("allreduce", send, result, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:

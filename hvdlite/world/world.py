@@ -10,7 +10,8 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.world import launchers
@@ -188,16 +189,10 @@ def enter_of_parent(place: Any) -> None:
     """
     global _current, is_child
     comms, nodes = place
-    comm, node, cross = (_Comm(*each) for each in comms)
+    # The properties of a communicator that another process knows.
+    comm, node, cross = (SimpleNamespace(rank=rank, size=size) for rank, size in comms)
     _current = World(comm, node, cross, tuple(nodes), tuple(range(len(nodes))))
     is_child = True
-
-
-class _Comm(NamedTuple):
-    """The properties of a communicator that another process knows."""
-
-    rank: int
-    size: int
 
 
 def current() -> World:

@@ -27,7 +27,6 @@ from hvdlite.tools.cli.arguments import positive
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.registry import connect, connect_device
 from hvdlite.world.world import World
 from tests.benchmarks import files
@@ -70,7 +69,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
     device = comm.rank % cuda.device_count()
     names = comm.allgather(f"{cuda.device_name(device)} ({cuda.bus_id(device)})")
     control = connect(MPI, World.split(MPI, comm.Dup()))
-    transports = {"hvdlite staged": HostStaged(cuda, control, device)}
+    transports = {"hvdlite staged": DeviceTransport(cuda, control, device)}
     preferred = connect_device(control, device, cuda=cuda)
     if isinstance(preferred, NCCLTransport):
         transports["hvdlite nccl"] = preferred

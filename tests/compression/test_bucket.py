@@ -20,23 +20,28 @@ class TestParameter:
         assert parameter("a", 3, dtype=ml_dtypes.bfloat16).nbytes == 6
 
 
+FLOAT = np.dtype(np.float64)
+
+
 class TestReduction:
     def test_an_average_divides_afterwards(self):
         reduction = Reduction(Average)
-        assert reduction.before_sum.is_identity
-        assert reduction.after_sum(4).apply(np.array([8.0])) == [2.0]
+        before, after = reduction.scalings(FLOAT, 4)
+        assert before.is_identity
+        assert after.apply(np.array([8.0])) == [2.0]
         assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
 
     def test_a_sum_does_not(self):
         reduction = Reduction(Sum)
-        for scaling in (reduction.before_sum, reduction.after_sum(4), reduction.combined(4)):
+        for scaling in (*reduction.scalings(FLOAT, 4), reduction.combined(4)):
             assert scaling.is_identity
 
     def test_predivision_moves_a_part_of_the_division_forward(self):
         reduction = Reduction(Average, predivide=2.0)
-        before = reduction.before_sum.apply(np.array([8.0]))
-        assert before == [4.0]
-        assert reduction.after_sum(4).apply(before) == [2.0]
+        before, after = reduction.scalings(FLOAT, 4)
+        divided = before.apply(np.array([8.0]))
+        assert divided == [4.0]
+        assert after.apply(divided) == [2.0]
         assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
 
     @pytest.mark.parametrize("op", [Min, Max, Product])
@@ -51,11 +56,7 @@ class TestReduction:
 
     def test_nothing_but_an_average_is_scaled(self):
         for op in (Sum, Adasum):
-            for scaling in (
-                Reduction(op).before_sum,
-                Reduction(op).after_sum(3),
-                Reduction(op).combined(3),
-            ):
+            for scaling in (*Reduction(op).scalings(FLOAT, 3), Reduction(op).combined(3)):
                 assert scaling.is_identity
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])

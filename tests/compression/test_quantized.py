@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -62,9 +64,9 @@ def coded(strategy, array, count=0, rank=0, name="a"):
     """Return the message of a rank."""
     bucket = bucket_of(array, name=name)
     bucket.count = count
-    codec = strategy.codec(bucket, rank)
-    message = np.empty(codec.nbytes(bucket.send.size), np.uint8)
-    codec.encode(bucket.send, message)
+    generator = None if strategy.seed is None else bucket.generator(strategy.seed, rank)
+    message = np.empty(strategy.nbytes(bucket.send.size, bucket.send.dtype), np.uint8)
+    strategy.encode(bucket.send, message, generator)
     return message.tobytes()
 
 
@@ -195,7 +197,7 @@ def test_random_numbers_are_those_of_the_step_the_rank_the_names_and_the_seed(st
     assert coded(strategy, array, count=1) != first
     assert coded(strategy, array, rank=1) != first
     assert coded(strategy, array, name="b") != first
-    reseeded = type(strategy)(**{**vars(strategy), "seed": 1})
+    reseeded = replace(strategy, seed=1)
     assert reseeded != strategy
     assert coded(reseeded, array) != first
 

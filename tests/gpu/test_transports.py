@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Scaling, Sum
+from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.registry import connect_device
 from hvdlite.world import mpi
@@ -46,7 +46,7 @@ def nccl_ranks(cuda, make_ranks):
 @pytest.mark.parametrize("chunk_bytes", [64, 4 * 2**20])
 def test_staged_on_one_device(make_ranks, cuda, check, chunk_bytes):
     made = make_ranks(
-        lambda control, device: HostStaged(cuda, control, device, 60, chunk_bytes), [0, 0]
+        lambda control, device: DeviceTransport(cuda, control, device, 60, chunk_bytes), [0, 0]
     )
     on_all_ranks(check, made)
 
@@ -66,7 +66,7 @@ def test_processes_with_or_without_a_device_each(device_count, prefer_nccl):
     if prefer_nccl:
         transport = connect_device(control, device, timeout=60)
     else:
-        transport = HostStaged(Cuda(), control, device, timeout=60)
+        transport = DeviceTransport(Cuda(), control, device, timeout=60)
     if prefer_nccl and not isinstance(transport, NCCLTransport):
         pytest.skip("NCCL is missing, or two ranks cannot share a device with it")
     for check in device_checks.EVERYTHING:
@@ -92,7 +92,9 @@ def test_events_order_the_work_with_a_framework_s_stream(nccl_ranks, make_ranks,
     if kind == "nccl":
         (rank,) = nccl_ranks(1)
     else:
-        (rank,) = make_ranks(lambda control, device: HostStaged(cuda, control, device, 60), [0])
+        (rank,) = make_ranks(
+            lambda control, device: DeviceTransport(cuda, control, device, 60), [0]
+        )
     stream = cupy.cuda.Stream(non_blocking=True)
     array, result = cupy.zeros(1000, cupy.float32), cupy.zeros(1000, cupy.float32)
     cupy.cuda.get_current_stream().synchronize()

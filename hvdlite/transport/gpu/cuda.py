@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +27,11 @@ _OLDEST_CUPY = (13, 4)
 _NOT_READY = 600  # cudaErrorNotReady
 
 
-class Event(Protocol):
-    """A point in the work of a stream, recorded by `Cuda.record`."""
+class Event:
+    """A point in the work of a stream, recorded by `Cuda.record`.
 
-    @property
-    def done(self) -> bool:
-        """Return whether the device has reached it."""
-
-
-class _Event:
-    """An event of cupy, whose own ``done`` treats every error as "not yet"."""
+    It is cupy's, whose own ``done`` treats every error as "not yet".
+    """
 
     def __init__(self, runtime: Any, event: Any) -> None:
         self._runtime = runtime
@@ -45,7 +40,11 @@ class _Event:
 
     @property
     def done(self) -> bool:
-        """Ask the device; raise CUDARuntimeError if an earlier kernel or copy has failed."""
+        """Return whether the device has reached it.
+
+        Raises:
+            CUDARuntimeError: an earlier kernel or copy has failed.
+        """
         status = self._runtime.eventQuery(self.ptr)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
@@ -63,7 +62,11 @@ class Cuda:
         self._cupy = import_module("cupy")
         _check_version(self._cupy.__version__)
         self._runtime = self._cupy.cuda.runtime
-        self.nccl = _load_nccl()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nccl = import_module("cupy.cuda.nccl")
+        #: None where cupy does not find the library.
+        self.nccl: Any = nccl if nccl.available else None
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees; 0 without a driver."""
@@ -120,7 +123,7 @@ class Cuda:
         with self._cupy.cuda.Device(device):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
-        return _Event(self._runtime, event)
+        return Event(self._runtime, event)
 
     def wait_event(self, device: int, stream: int, event: Any) -> None:
         """Make a stream's later work wait for an event; the host does not wait."""
@@ -173,7 +176,8 @@ class Cuda:
             return
         stored, element = _stored_as(result.dtype)
         rows, result = rows.view(stored), result.view(stored)
-        reduce = self._kernel(element, op, scaling.is_identity, scaling.factor == 1.0)
+        inputs = "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor"
+        reduce = self._compile("reduce", inputs, kernels.body(element, op, scaling))
         count = rows.size // result.size
         reduce(rows, count, result.size, scaling.factor, scaling.divisor, result)
 
@@ -183,22 +187,11 @@ class Cuda:
             return
         dtypes = source.dtype, target.dtype
         values, out = (each.view(_stored_as(each.dtype)[0]) for each in (source, target))
-        convert = self._conversion(*dtypes, scaling.is_identity, scaling.factor == 1.0)
+        inputs = "S source, float64 factor, int64 divisor"
+        convert = self._compile("convert", inputs, kernels.conversion(*dtypes, scaling))
         convert(values, scaling.factor, scaling.divisor, out)
 
     @functools.cache  # noqa: B019 - one object for the life of a transport
-    def _conversion(
-        self, dtype: np.dtype[Any], target: np.dtype[Any], identity: bool, division: bool
-    ) -> Any:
-        code = kernels.conversion(dtype, target, _example(identity, division))
-        return self._compile("convert", "S source, float64 factor, int64 divisor", code)
-
-    @functools.cache  # noqa: B019 - one object for the life of a transport
-    def _kernel(self, dtype: np.dtype[Any], op: ReduceOp, identity: bool, division: bool) -> Any:
-        code = kernels.body(dtype, op, _example(identity, division))
-        inputs = "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor"
-        return self._compile("reduce", inputs, code)
-
     def _compile(self, name: str, inputs: str, code: str) -> Any:
         return self._cupy.ElementwiseKernel(
             inputs, "T out", code, f"hvdlite_{name}", preamble=kernels.PREAMBLE, no_return=True
@@ -210,21 +203,14 @@ def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
 
 
-def _example(identity: bool, division: bool) -> Scaling:
-    """Return a scaling of the kind that a kernel is compiled for."""
-    return Scaling() if identity else Scaling(1.0 if division else 2.0, 2)
-
-
 def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """Return the dtype of a kernel's arrays, and the dtype of their elements."""
-    if dtype.name == "bfloat16":
-        return np.dtype(np.uint16), dtype
     if dtype.kind == "b":
         return np.dtype(np.uint8), dtype
     if dtype.kind == "c":
         part = np.dtype(f"float{4 * dtype.itemsize}")
         return part, part
-    return dtype, dtype
+    return stored_as(dtype), dtype
 
 
 def _check_version(version: str) -> None:
@@ -234,11 +220,3 @@ def _check_version(version: str) -> None:
             f"cupy {version} is older than 13.4, whose broadcast counts elements in 64 bits; "
             "upgrade it (pip install 'hvdlite[cuda13]', or [cuda12])"
         )
-
-
-def _load_nccl() -> Any:
-    """Return ``cupy.cuda.nccl``, or None where cupy does not find the library."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nccl = import_module("cupy.cuda.nccl")
-    return nccl if nccl.available else None

@@ -6,6 +6,7 @@ element is read once and written once.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class _Conversion(NamedTuple):
     store: str
 
 
+@lru_cache  # a program reduces the same way step after step
 def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
     """Return the code for element ``i`` of ``out``.
 
@@ -89,6 +91,7 @@ def _integer_mean(dtype: np.dtype[Any]) -> str:
     """
 
 
+@lru_cache
 def conversion(dtype: np.dtype[Any], target: np.dtype[Any], scaling: Scaling) -> str:
     """Return the code that scales the float ``source`` and rounds it to ``out``.
 

@@ -13,9 +13,8 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.gpu.base import Work, equal_parts
+from hvdlite.transport.gpu.base import DeviceTransport, Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.transport import Transport
 
@@ -51,7 +50,7 @@ _ID_BYTES = 128
 _JOIN_SECONDS = 120.0
 
 
-class NCCLTransport(HostStaged):
+class NCCLTransport(DeviceTransport):
     """Collectives by NCCL, and through the host what it lacks.
 
     NCCL reduces some types as numpy would: integers of 8, 32 and 64 bits, float32, float64, and
@@ -89,40 +88,16 @@ class NCCLTransport(HostStaged):
         self._communicator = communicator
         self._lock = threading.Lock()
 
-    @classmethod
-    def connect_devices(
-        cls,
-        cuda: Cuda,
-        control: Transport,
-        device: int,
-        facts: list[dict[str, Any]],
-        timeout: float | None,
-    ) -> NCCLTransport | str:
-        """Connect ranks with the same version of NCCL, and a device for each; collective.
-
-        Args:
-            cuda, control, device, timeout: as in `DeviceTransport`.
-            facts: what `registry.connect_device` knows of all ranks, by rank.
-
-        Returns:
-            The transport, or on all ranks why it does not suit them.
-        """
-        objection = _objection(facts)
-        if objection is None:
-            communicator, objection = _join(control, device, cuda)
-        return objection or cls(cuda, control, device, communicator, timeout)
-
     def check(self) -> None:
         super().check()
         if not self._lock.acquire(blocking=False):
             return  # another thread is in a call, which reports errors itself
+        failure = ""
         try:
             if self._failure is None:
                 self._communicator.check_async_error()
         except Exception as error:  # cupy raises a KeyError for codes that it does not know
             failure = _describe(error)
-        else:
-            failure = ""
         finally:
             self._lock.release()
         if failure:
@@ -138,9 +113,7 @@ class NCCLTransport(HostStaged):
         self._check_entered()
         if not send.size:
             return
-        if op is ReduceOp.ADASUM:
-            super().allreduce(send, result, op, scaling)
-        elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
+        if kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
             self._allreduce_natively(send, result, op, scaling)
         else:
             self._allreduce_slices(send, result, op, scaling)
@@ -264,8 +237,12 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _objection(facts: Sequence[dict[str, Any]]) -> str | None:
-    """Return why ranks with these facts cannot use NCCL; None if they can."""
+def find_objection(facts: Sequence[dict[str, Any]]) -> str | None:
+    """Return why ranks cannot use NCCL; None: each has the same version, and a device of its own.
+
+    Args:
+        facts: what `hvdlite.transport.registry.connect_device` knows of all ranks, by rank.
+    """
     versions = [each["nccl"] for each in facts]
     if 0 in versions:
         return (
@@ -289,7 +266,7 @@ def _objection(facts: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
+def join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
     """Create the communicator; if that fails on any rank, give it up on all; collective.
 
     The ranks meet inside NCCL, which does not promise to return where one fails or hangs.

@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hvdlite.errors import RankGoneError
-from hvdlite.transport.reduce import Call, perform
 from hvdlite.transport.shared_memory.futex import Futex, pause, yield_core
 from hvdlite.transport.shared_memory.segment import Arena, Key, Peer
 from hvdlite.transport.transport import DIGEST_SIZE, OnWait
@@ -48,19 +47,6 @@ _SLOT_BYTES = _OUTPUTS + OUTPUTS * LARGEST_CHUNK
 _LONGEST_SPIN, _SHORTEST_SPIN = 0.5e-3, 1e-5
 # A rank that sleeps in the kernel wakes this often to check that the others are still alive.
 _CHECK_SECONDS = 0.05
-
-
-class Step(NamedTuple):
-    """The work of a rank between two generations.
-
-    Attributes:
-        before: done before this rank arrives at the next generation; the others wait for it.
-        after: done between that and the wait for the others; only this rank needs it, so that an
-            early rank has something to do.
-    """
-
-    before: list[Call]
-    after: list[Call]
 
 
 class Slot:
@@ -223,23 +209,6 @@ class Barrier:
         generation = self.arrive()
         self.wait(generation)
         return generation
-
-    def run(self, generation: int, steps: Sequence[Step]) -> None:
-        """Wait for a generation, do a step, arrive at the next generation in it, and so on.
-
-        Args:
-            generation: the first, at which this rank has arrived.
-            steps: at least one. No generation follows the last.
-        """
-        *steps, last = steps
-        for before, after in steps:
-            self.wait(generation)
-            perform(before)
-            generation = self.arrive()
-            perform(after)
-        self.wait(generation)
-        perform(last.before)
-        perform(last.after)
 
     def leave(self) -> None:
         """Publish the first generation that this rank takes no part in."""

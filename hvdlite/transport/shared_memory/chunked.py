@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.base.arrays import slice_bounds
-from hvdlite.observe import timeline
-from hvdlite.transport.reduce import Call, PreparedReduction
-from hvdlite.transport.shared_memory.barrier import COPIES, Barrier, Step
+from hvdlite.transport.reduce import Call, PreparedReduction, perform
+from hvdlite.transport.shared_memory.barrier import COPIES, Barrier
+from hvdlite.transport.transport import copy_in, copy_out
 
 
 @lru_cache  # asked for with every chunk, and mostly for the same sizes
@@ -73,7 +74,7 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
         own: the slice that no other rank reads; of a single array it is left out.
     """
     if len(chunk.sends) > 1:
-        return [(_copy_in, (slot, chunk.sends, lane))]
+        return [(copy_in, (chunk.sends, slot, lane))]
     (send,) = chunk.sends
     rest = (slice(0, own.start), slice(own.stop, chunk.size))
     return [(np.copyto, (slot[s], send[s])) for s in rest if s.start < s.stop]
@@ -82,20 +83,23 @@ def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
 def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
     if len(chunk.results) == 1:
         return np.copyto, (chunk.results[0], output)
-    return _copy_out, (chunk.results, chunk.split(output), lane)
+    return copy_out, (chunk.split(output), chunk.results, lane)
 
 
-def _copy_in(slot: Any, arrays: Sequence[Any], lane: str) -> None:
-    with timeline.span(lane, timeline.MEMCPY_IN_FUSION_BUFFER):
-        np.concatenate(arrays, out=slot)
+class Step(NamedTuple):
+    """The work of a rank between two generations.
+
+    Attributes:
+        before: done before this rank arrives at the next generation; the others wait for it.
+        after: done between that and the wait for the others; only this rank needs it, so that an
+            early rank has something to do. No generation follows the last step, which has none.
+    """
+
+    before: list[Call]
+    after: list[Call]
 
 
-def _copy_out(results: Sequence[Any], parts: Sequence[Any], lane: str) -> None:
-    with timeline.span(lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-        for result, part in zip(results, parts, strict=True):
-            np.copyto(result, part)
-
-
+@dataclass(eq=False)
 class ChunkedAllreduce:
     """The work of a rank between the generations of a chunked allreduce.
 
@@ -109,41 +113,41 @@ class ChunkedAllreduce:
             0: each of two ranks reduces the chunks for itself.
     """
 
-    def __init__(
-        self,
-        barrier: Barrier,
-        rank: int,
-        chunks: Sequence[Chunk],
-        owners: int,
-        reduce: PreparedReduction,
-        lane: str,
-    ) -> None:
-        self._barrier = barrier
-        self._rank = rank
-        self._chunks = chunks
-        self._owners = owners
-        self._reduce = reduce
-        self._lane = lane
+    barrier: Barrier
+    rank: int
+    chunks: Sequence[Chunk]
+    owners: int
+    reduce: PreparedReduction
+    lane: str
+
+    def __post_init__(self) -> None:
         self._steps: dict[int, list[Step]] = {}
 
     def run(self, generation: int) -> None:
         """Reduce all chunks, of which the first has come with a generation."""
         parity = generation % COPIES
         if parity not in self._steps:
-            self._steps[parity] = self._in_slices(parity) if self._owners else self._whole(parity)
-        self._barrier.run(generation, self._steps[parity])
+            self._steps[parity] = self._in_slices(parity) if self.owners else self._whole(parity)
+        *steps, last = self._steps[parity]
+        for before, after in steps:
+            self.barrier.wait(generation)
+            perform(before)
+            generation = self.barrier.arrive()
+            perform(after)
+        self.barrier.wait(generation)
+        perform(last.before)
 
     def _whole(self, generation: int) -> list[Step]:
         """Reduce each chunk on both of two ranks, for itself."""
         steps: list[Step] = []
-        for number, chunk in enumerate(self._chunks, generation):
+        for number, chunk in enumerate(self.chunks, generation):
             if steps:
                 steps[-1].before.extend(self._load(number, chunk))
             calls: list[Call] = []
             every = map(chunk.split, self._slots(number, chunk))
             for send, result, *parts in zip(chunk.sends, chunk.results, *every, strict=True):
-                parts[self._rank] = send
-                calls += self._reduce(result, parts)
+                parts[self.rank] = send
+                calls += self.reduce(result, parts)
             steps.append(Step(calls, []))
         return steps
 
@@ -155,25 +159,25 @@ class ChunkedAllreduce:
         """
         steps: list[Step] = []
         copies: list[Call] = []
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(self.chunks):
             if steps:
                 steps[-1].before.extend(self._load(generation + number, chunk))
             own = self._own(chunk)
             parts = [slot[own] for slot in self._slots(generation + number, chunk)]
             if len(chunk.sends) == 1:
-                parts[self._rank] = chunk.sends[0][own]
-            output = self._barrier.output(number, chunk.size, parts[0].dtype)
+                parts[self.rank] = chunk.sends[0][own]
+            output = self.barrier.output(number, chunk.size, parts[0].dtype)
             is_empty = own.start == own.stop
-            steps.append(Step([] if is_empty else self._reduce(output[own], parts), copies))
-            copies = [_unload(output, chunk, self._lane)]
+            steps.append(Step([] if is_empty else self.reduce(output[own], parts), copies))
+            copies = [_unload(output, chunk, self.lane)]
         return [*steps, Step(copies, [])]
 
     def _load(self, generation: int, chunk: Chunk) -> list[Call]:
-        slot = self._slots(generation, chunk)[self._rank]
-        return load(slot, chunk, self._own(chunk), self._lane)
+        slot = self._slots(generation, chunk)[self.rank]
+        return load(slot, chunk, self._own(chunk), self.lane)
 
     def _own(self, chunk: Chunk) -> slice:
-        return slice_of(self._rank, chunk.size, self._owners)
+        return slice_of(self.rank, chunk.size, self.owners)
 
     def _slots(self, generation: int, chunk: Chunk) -> list[Any]:
-        return list(self._barrier.chunks(generation % COPIES, chunk.size, chunk.sends[0].dtype))
+        return list(self.barrier.chunks(generation % COPIES, chunk.size, chunk.sends[0].dtype))

@@ -13,10 +13,6 @@ _WAIT, _WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 def is_supported() -> bool:
     """Return whether this machine has futexes and keeps the order of a rank's writes for others.
 
@@ -70,7 +66,7 @@ class Futex(ctypes.c_uint32):
         Raises:
             OSError: the system refuses the call.
         """
-        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))  # a timespec
         address = ctypes.addressof(self)
         code = _wait(_NUMBER, address, _WAIT, seen, ctypes.addressof(limit))
         if code < 0:

@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.base.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
-from hvdlite.transport.adasum import adasum
+from hvdlite.base.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport.reduce import (
     Call,
     PreparedReduction,
-    combine,
-    is_integer_mean,
     perform,
     prepare_reduction,
     reduce_into,
@@ -25,7 +22,6 @@ from hvdlite.transport.reduce import (
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.barrier import (
     COPIES,
-    LARGEST_CHUNK,
     MAX_DIGESTS,
     Barrier,
     reset,
@@ -41,21 +37,13 @@ from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.transport import (
     DIGEST_SIZE,
     LEAST_ANNOUNCED,
-    Join,
     OnWait,
     Transport,
-    common_prefix,
 )
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
 
-# Bytes of an array that a rank writes for one generation. With less, the interpreter is slower than
-# memory; with more, chunks do not stay in the cache until the other ranks have read them.
-_CHUNK = 2**20
-# Bytes of the pieces in which a rank reduces arrays in shared memory: all that it reads and writes
-# for one fits its cache.
-_PIECE = 2**18
 # Smaller arrays, in bytes, are reduced on every rank, in one generation. Larger ones make up for a
 # second generation, in which each rank reduces a slice for all.
 _SMALL = LEAST_ANNOUNCED
@@ -80,22 +68,24 @@ class SharedMemoryTransport(Transport):
 
     Args:
         barrier: of the node's ranks.
-        cross: the transport that reduces a slice further, over the nodes; None: there is only one.
-        owners: given with it: how many ranks of this node have a slice; another may have fewer.
 
     Attributes:
         arena: the memory of the arrays from `empty`.
+        chunk: bytes of an array that a rank writes for one generation. With less, the interpreter
+            is slower than memory; with more, chunks do not stay in the cache until the other ranks
+            have read them.
+        piece: bytes of the pieces in which a rank reduces arrays in shared memory: all that it
+            reads and writes for one fits its cache.
     """
 
     title = "shared memory"
     max_digests = MAX_DIGESTS
+    chunk = 2**20
+    piece = 2**18
 
-    def __init__(
-        self, barrier: Barrier, index: int, cross: Transport | None = None, owners: int = 0
-    ) -> None:
+    def __init__(self, barrier: Barrier, index: int) -> None:
         self.rank = index
         self.size = len(barrier.slots)
-        self.chunk = _CHUNK
         self._barrier = barrier
         self.arena = barrier.arena
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
@@ -103,13 +93,7 @@ class SharedMemoryTransport(Transport):
         self._announced: list[tuple[int, int]] = []
         self._places: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._is_incomplete = False  # whether results may lack what other ranks write
-        self._cross = cross
-        self._owners = owners or self.size
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
-        barrier = join() if world.node.size == world.comm.size else None
-        return None if barrier is None else cls(barrier, world.node.rank)
+        self._owners = self.size  # of a slice each, the first ranks
 
     def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:
         self._announced = []
@@ -134,8 +118,9 @@ class SharedMemoryTransport(Transport):
         self._places = {}
         for slot in barrier.others:
             if slot.digests(generation) != mine:
-                theirs = [_split(slot.digests(generation)) for slot in barrier.others]
-                return common_prefix([_split(mine), *theirs])
+                everywhere = [slot.digests(generation) for slot in barrier.slots]
+                same = os.path.commonprefix(everywhere)  # noqa: RUF071 - of bytes
+                return len(same) // DIGEST_SIZE
         for position, own in enumerate(announced):
             which = slice(2 * position, 2 * position + 2)
             places = [slot.numbers(generation)[which] for slot in barrier.slots]
@@ -160,15 +145,6 @@ class SharedMemoryTransport(Transport):
         self._brought, self._is_incomplete = 0, False
         self._barrier.meet()
 
-    def revoke(self) -> None:
-        """Revoke the communicator over the nodes, and end waits on this one for this rank.
-
-        Where there is only one node, each of its ranks sees for itself that one has died.
-        """
-        if self._cross is not None:
-            self._cross.revoke()
-            self._barrier.leave()
-
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         return self.arena.empty(size, np.dtype(dtype))
 
@@ -177,7 +153,7 @@ class SharedMemoryTransport(Transport):
 
     def zero_copy_range(self, size: int) -> slice:
         """Return this rank's own slice, which it alone reduces."""
-        return slice(0, 0) if self._cross is not None else slice_of(self.rank, size, self._owners)
+        return slice_of(self.rank, size, self._owners)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Exchange the lengths, and then the messages."""
@@ -190,8 +166,7 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        is_whole = op is ReduceOp.ADASUM or self._is_small(send.nbytes)
-        offsets = None if is_whole else self._find(send, result)
+        offsets = None if self._is_small(send.nbytes) else self._find(send, result)
         if offsets is None:
             self.allreduce_init(send, result, op, scaling)()
         else:
@@ -201,7 +176,7 @@ class SharedMemoryTransport(Transport):
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
         """Fill chunks with several arrays."""
-        if len(sends) == 1 or op is ReduceOp.ADASUM:
+        if len(sends) == 1:
             super().allreduce_all(sends, results, op, scaling)
         elif self._is_small(sum(send.nbytes for send in sends)):
             self._reduce_small(sends, results, op, scaling)
@@ -218,7 +193,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Read the parts where they lie, if the arrays are in shared memory."""
         offsets = None if self._is_small(send.nbytes) else self._find(send, result)
-        if offsets is None or self._cross is not None:
+        if offsets is None:
             super().allreduce_zero_copy(send, parts, result, op, scaling)
         else:
             self._reduce_in_segments(send, result, offsets, op, scaling, parts)
@@ -231,8 +206,6 @@ class SharedMemoryTransport(Transport):
         A user's array may lie in shared memory on some ranks only, as a gradient does and its copy
         does not. It is reduced there if all ranks have announced so.
         """
-        if op is ReduceOp.ADASUM:
-            return partial(adasum, self, send, result, scaling, [0, send.size])
         if self._is_small(send.nbytes):
             return partial(self._reduce_small, [send], [result], op, scaling)
         offsets = self._find(send, result)
@@ -282,19 +255,17 @@ class SharedMemoryTransport(Transport):
         return generation
 
     def _is_small(self, nbytes: int) -> bool:
-        return nbytes < _SMALL and nbytes <= self.chunk and self._cross is None
+        return nbytes < _SMALL and nbytes <= self.chunk
 
     def _owners_of(self, array: Any) -> int:
         """Return the number of ranks that reduce a slice of every chunk, for all; 0: none does."""
         dtype = array.dtype
-        if self._cross is None and self.size <= _FEW_RANKS and accumulator(dtype) == dtype:
+        if self.size <= _FEW_RANKS and accumulator(dtype) == dtype:
             return 0
         return self._owners
 
     def _room(self, array: Any) -> int:
-        # Across nodes each chunk costs a message.
-        nbytes = self.chunk if self._cross is None else LARGEST_CHUNK
-        return max(nbytes // int(array.itemsize), 1)
+        return max(self.chunk // int(array.itemsize), 1)
 
     def _load(self, arrays: Sequence[Any]) -> int:
         """Write the first chunk of some arrays for the next generation, and return its number.
@@ -336,11 +307,10 @@ class SharedMemoryTransport(Transport):
         sends = self._views(send, [each[0] for each in numbers])
         results = self._views(result, [each[1] for each in numbers])
         reduce = self._reducer(send.dtype, op, scaling)
-        # Across nodes all at once; else in pieces that are still in the cache when they are copied
-        # to the other ranks. Where the result lies on an input, through a buffer.
-        nbytes = _PIECE if self._cross is None else send.nbytes
+        # In pieces that are still in the cache when they are copied to the other ranks. Where the
+        # result lies on an input, through a buffer.
         own = slice_of(self.rank, send.size, self._owners)
-        pieces = _pieces_of(send, own, elsewhere, max(nbytes // send.itemsize, 1))
+        pieces = _pieces_of(send, own, elsewhere, max(self.piece // send.itemsize, 1))
         in_place = offsets[0] == offsets[1]
         largest = max((part.size for _, part in pieces), default=0)
         buffer = np.empty(largest if in_place else 0, send.dtype)
@@ -371,27 +341,7 @@ class SharedMemoryTransport(Transport):
         ]
 
     def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> PreparedReduction:
-        if self._cross is None:
-            return prepare_reduction(dtype, op, scaling)
-        return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
-
-    def _reduce_across(
-        self, out: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling
-    ) -> None:
-        """Reduce a slice over this node's ranks, and then over the nodes."""
-        assert self._cross is not None
-        if is_integer_mean(out.dtype, op, scaling):
-            sums = integer_sums(parts, scaling.divisor)
-            for total in sums:
-                self._cross.allreduce(total, total, op, Scaling())
-            out[...] = integer_mean(sums, scaling.divisor)
-        elif accumulator(out.dtype) == out.dtype:
-            reduce_into(out, parts, op, Scaling())
-            self._cross.allreduce(out, out, op, scaling)
-        else:  # 16-bit floats stay wide until the end
-            total = combine(parts, op)
-            self._cross.allreduce(total, total, op, scaling)
-            out[...] = total
+        return prepare_reduction(dtype, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a part of every rank's chunk for each other rank."""
@@ -413,34 +363,25 @@ class SharedMemoryTransport(Transport):
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a chunk of every rank's piece."""
+        barrier = self._barrier
         longest = max(part.size for part in result)
         for start in range(0, longest, self.chunk):
-            generation = self._exchange(piece[start : start + self.chunk])
-            for target, slot in zip(result, self._barrier.slots, strict=True):
-                part = target[start : start + self.chunk]
-                part[...] = slot.chunk(generation, part.size, part.dtype)
+            own = piece[start : start + self.chunk]
+            barrier.own.chunk(barrier.next, own.size, own.dtype)[...] = own
+            generation = barrier.meet()
+            for target, slot in zip(result, barrier.slots, strict=True):
+                if target is not piece:
+                    part = target[start : start + self.chunk]
+                    part[...] = slot.chunk(generation, part.size, part.dtype)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Copy the root's array, chunk by chunk."""
-        for start in range(0, array.size, self.chunk):
-            part = array[start : start + self.chunk]
-            generation = self._exchange(part if self.rank == root else part[:0])
-            if self.rank != root:
-                part[...] = self._barrier.slots[root].chunk(generation, part.size, part.dtype)
-
-    @property
-    def communicators(self) -> list[Any]:
-        return [] if self._cross is None else self._cross.communicators
+        """Gather the root's array, and nothing from the others."""
+        pieces = [array if rank == root else array[:0] for rank in range(self.size)]
+        self.allgather(pieces[self.rank], pieces)
 
     def close(self) -> None:
         """Free all memory that is not in use any more."""
         self.arena.close()
-        if self._cross is not None:
-            self._cross.close()
-
-    def _exchange(self, part: Any) -> int:
-        self._barrier.own.chunk(self._barrier.next, part.size, part.dtype)[...] = part
-        return self._barrier.meet()
 
 
 def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
@@ -509,7 +450,3 @@ def _pieces_of(
         for begin, part in parts
         for start in range(0, part.size, room)
     ]
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[start : start + DIGEST_SIZE] for start in range(0, len(digests), DIGEST_SIZE)]

@@ -13,6 +13,7 @@ import numpy as np
 from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport.gpu.base import FlatArray
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
+from tests.transport import checks
 from tests.transport.checks import agree
 
 
@@ -51,10 +52,10 @@ def allreduce(rank, array, op, scaling=Scaling()):  # noqa: B008 - it is frozen
     kind = array.dtype
     send, result = rank.upload(array), rank.upload(np.zeros_like(array))
     arrays = FlatArray(send, kind), FlatArray(result, kind)
-    rank.run(lambda: rank.transport.allreduce(*arrays, op, scaling))
+    rank.run(lambda: checks.allreduce(rank.transport, *arrays, op, scaling))
     assert rank.download(send, kind).tobytes() == array.tobytes()
     found = rank.download(result, kind)
-    rank.run(lambda: rank.transport.allreduce(arrays[0], arrays[0], op, scaling))
+    rank.run(lambda: checks.allreduce(rank.transport, arrays[0], arrays[0], op, scaling))
     assert rank.download(send, kind).tobytes() == found.tobytes()
     return found
 

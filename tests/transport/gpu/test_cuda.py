@@ -41,7 +41,7 @@ def test_an_event_tells_an_error_from_not_yet():
     status = [600, 0, 700]
     runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, eventQuery=lambda ptr: status[ptr])
     pending, passed, failed = (
-        cuda._Event(runtime, SimpleNamespace(ptr=number)) for number in range(3)
+        cuda.Event(runtime, SimpleNamespace(ptr=number)) for number in range(3)
     )
     assert not pending.done
     assert passed.done

@@ -9,9 +9,8 @@ import pytest
 
 from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.gpu.base import Work
+from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.registry import connect_device
 from tests.simulation import Simulation, on_all_ranks
@@ -67,7 +66,7 @@ def test_every_rank_gets_the_id_of_rank_0():
 )
 def test_where_nccl_cannot_work_all_ranks_go_through_the_host(cudas, reason, caplog):
     ranks = connect(2, cudas)
-    assert all(type(rank.transport) is HostStaged for rank in ranks)
+    assert all(type(rank.transport) is DeviceTransport for rank in ranks)
     (record,) = caplog.records
     assert reason in record.getMessage()
     on_all_ranks(device_checks.broadcast, ranks)
@@ -78,7 +77,7 @@ def test_a_rank_that_fails_to_connect_makes_the_others_abort(monkeypatch):
     node = FakeNode()
     cudas = [FakeCuda(node, "0"), FakeCuda(node, "1", refuses="connect")]
     ranks = connect(2, lambda _: cudas)
-    assert all(type(rank.transport) is HostStaged for rank in ranks)
+    assert all(type(rank.transport) is DeviceTransport for rank in ranks)
 
 
 def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
@@ -93,7 +92,7 @@ def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
 
     monkeypatch.setattr(cudas[1], "communicator", fail)
     ranks = connect(2, lambda _: cudas)
-    assert all(type(rank.transport) is HostStaged for rank in ranks)
+    assert all(type(rank.transport) is DeviceTransport for rank in ranks)
     assert node.communicators[0].aborts == 1
 
 
@@ -103,7 +102,7 @@ def test_ranks_may_share_a_device_where_nccl_is_told_so(monkeypatch):
 
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert isinstance(connect(2, shared(23001))[0].transport, NCCLTransport)
-    assert type(connect(2, shared(22907))[0].transport) is HostStaged
+    assert type(connect(2, shared(22907))[0].transport) is DeviceTransport
 
 
 # The order of work
@@ -339,9 +338,8 @@ def test_adasum_through_the_host_gives_up_too():
     rank, _ = connect(2, timeout=0.05)
     array = np.ones(4, np.float32)
     rank.transport.enqueue(_sum(rank, array, array))
-    adasum = device_checks.Adasum
     with pytest.raises(HorovodInternalError, match=r"rank 0: .*nothing came"):
-        rank.transport.enqueue(lambda: rank.transport.allreduce(array, array, adasum, Scaling()))
+        rank.transport.enqueue(lambda: rank.transport.adasum(array, array, Scaling(), [0, 4]))
     assert node_of(rank).communicators[0].aborts == 1
 
 
@@ -401,7 +399,7 @@ def test_ranks_that_never_connect_go_through_the_host(monkeypatch, caplog):
     node = FakeNode()
     cudas = [FakeCuda(node, "0", refuses="hang"), FakeCuda(node, "1", refuses="hang")]
     ranks = connect(2, lambda _: cudas)
-    assert all(type(rank.transport) is HostStaged for rank in ranks)
+    assert all(type(rank.transport) is DeviceTransport for rank in ranks)
     assert "rank 0: NCCL did not connect within 0.1 s" in caplog.text
     # Communicators that come about all the same are ended.
     monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 10.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Adasum, Scaling, Sum
-from hvdlite.transport.gpu.staged import HostStaged
+from hvdlite.transport.gpu.base import DeviceTransport
 from tests.references import check_reduction, samples
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu import device_checks
@@ -16,7 +16,12 @@ from tests.transport.gpu.fake_ranks import _download, _upload, node_of
 def connect(size, chunk_bytes):
     node = FakeNode()
     return [
-        Rank(HostStaged(FakeCuda(node), control, 0, None, chunk_bytes), control, _upload, _download)
+        Rank(
+            DeviceTransport(FakeCuda(node), control, 0, None, chunk_bytes),
+            control,
+            _upload,
+            _download,
+        )
         for control in Simulation(size).transports
     ]
 
