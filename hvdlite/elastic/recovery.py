@@ -32,7 +32,7 @@ from typing import Any
 from hvdlite.base import observers
 from hvdlite.base.interrupts import run_overdue, uninterrupted
 from hvdlite.base.settings import Settings
-from hvdlite.elastic.forming import Forming, form_of_living
+from hvdlite.elastic.forming import Forming, form_of_living, retire
 from hvdlite.elastic.gathering import Gathering
 from hvdlite.elastic.guard import Guard, LaneState
 from hvdlite.engine import Engine
@@ -41,7 +41,6 @@ from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.supervisor import Supervisor
 from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
 from hvdlite.transport import Transport
-from hvdlite.transport.mpi import forget_ended
 from hvdlite.transport.registry import connect
 from hvdlite.world import membership
 from hvdlite.world.world import World
@@ -101,7 +100,7 @@ class Recovery(Supervisor):
         self._engines.clear()
         if self.survives:
             self.survives = False
-            self._retire([])
+            self._old = retire(self._mpi, self._old, [])
             self._gathering.comm.Free()
 
     def is_about_death(self, error: Exception) -> bool:
@@ -211,29 +210,23 @@ class Recovery(Supervisor):
         self._revoke(lanes)  # so that what is still going on ends, and can be freed
         for observe in observers.current:
             observe("recover")
-        attempts: list[_Attempt] = []
         old: list[Any] = [self._gathering.comm]
 
         def build(comm: Any, forming: Forming) -> _Attempt:
-            attempts.append(_Attempt(self._mpi, comm, self._world, self._settings))
-            attempts[-1].run(forming, engines, states, self._wanted)
-            return attempts[-1]
+            attempt = _Attempt(self._mpi, comm, self._world, self._settings)
+            attempt.run(forming, engines, states, self._wanted)
+            return attempt
 
         with membership.lock:
-            try:
-                attempt = form_of_living(self._mpi, self._world.comm, build, old)
-                self._check(attempt)
-                attempts.remove(attempt)
-            finally:
-                for failed in attempts:
-                    failed.abandon()
+            attempt = form_of_living(self._mpi, self._world.comm, build, old)
+            self._check(attempt)
             self._tell(attempt, time.monotonic() - began, error)
             for engine in engines:
                 if engine.named.name in attempt.worlds:  # else who removes the set frees them
                     old += [engine.world.cross, engine.world.node, engine.world.comm]
                 old += [comm for lane in engine.lanes for comm in lane.communicators]
             self._take_over(attempt, engines)
-            self._retire(old)
+            self._old = retire(self._mpi, self._old, old)
 
     def _revoke(self, lanes: Sequence[Lane]) -> None:
         """End the calls of the other ranks by errors, by which they notice the death."""
@@ -295,6 +288,8 @@ class Recovery(Supervisor):
                 failures.setdefault(failure, []).append(rank)
         if not failures:
             return
+        if attempt.part_engine is not None:
+            attempt.part_engine.abandon()
         found = "; ".join(f"on {ranks_text(ranks)}: {why}" for why, ranks in failures.items())
         if attempt.world.ids == self._world.ids:
             raise HorovodInternalError(f"communication has failed {found}")
@@ -322,21 +317,6 @@ class Recovery(Supervisor):
                 self.add(attempt.part_engine)
             attempt.part.enter(attempt.part_ids, attempt.part_engine)
             self._wanted = None
-
-    def _retire(self, old: Sequence[Any]) -> None:
-        """Free the communicators of the last call, and keep these until the next.
-
-        Messages may be on their way to them, which a new communicator of the same number would
-        receive, and threads may be reading their rank from the old world.
-        """
-        if forget_ended(self._mpi, self._old):
-            self._old, free = list(old), self._old
-        else:  # MPI may still work on a collective over one of them
-            self._old, free = [*self._old, *old], []
-        for comm in free:
-            # Open MPI 5 does it without the other ranks, of which some have died.
-            with suppress(self._mpi.Exception):
-                comm.Free()
 
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
         """Log the recovery; ranks are named by their numbers at the start of the job."""
@@ -426,12 +406,12 @@ class _Attempt:
                     "ranks, and from one thread"
                 )
             self.part, self.part_ids = wanted, self._living(wanted.ids)
-            self._form_part(self.part_ids, forming, self._make_part)
 
-    def abandon(self) -> None:
-        """Discard a process set that was not completed; its communicators remain."""
-        if self.part_engine is not None:
-            self.part_engine.abandon()
+            def make(world: World) -> None:
+                self.part_engine = wanted.make(world)
+                forming.undo.append(self.part_engine.abandon)
+
+            self._form_part(self.part_ids, forming, make)
 
     def _kept(self, everywhere: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[Any]:
         """Yield the process sets that no member has removed, and the ids of their ranks."""
@@ -448,16 +428,9 @@ class _Attempt:
     ) -> None:
         """Make the world of a process set, and use it on its ranks."""
         comm = self.world.split_off(self._mpi, ids, forming.create)
-        if comm is None:
-            return
-        with Forming(self._mpi, comm, forming.made) as inner:
-            use(self.world.around(comm, ids, inner.create))
-        if inner.failure is not None:
-            raise inner.failure
-
-    def _make_part(self, world: World) -> None:
-        assert self.part is not None
-        self.part_engine = self.part.make(world)
+        if comm is not None:
+            with forming.part(comm) as inner:
+                use(self.world.around(comm, ids, inner.create))
 
     def _replace(self, engine: Engine | None, world: World) -> None:
         assert engine is not None  # of a set that this rank is in, and has not removed

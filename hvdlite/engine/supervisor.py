@@ -44,19 +44,11 @@ class Supervisor:
     process_sets: Sequence[ProcessSet] = ()
     place: tuple[int, int]
 
-    def select(self, MPI: Any, comm: Any, settings: Settings) -> Any:  # noqa: N803
-        """Return the ranks that `form` makes a world of, once this process is one of them.
+    def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
+        """Form a world, and return its engine, once this process is a rank; collective.
 
         Args:
             comm: As for ``init()``.
-        """
-        return comm
-
-    def form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
-        """Form a world, and return its engine; collective.
-
-        Args:
-            comm: What `select` has returned.
             build: Called with a communicator of hvdlite's own.
         """
         return build(world.choose(MPI, comm), world.create_at_once)
