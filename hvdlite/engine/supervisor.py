@@ -76,9 +76,9 @@ class Supervisor:
     def remove(self, engine: Engine) -> None:
         """Stop supervising an engine, whose communicators are about to be freed."""
 
-    def guard(self, lane: Lane) -> Any:
-        """Return the object whose ``run()`` runs a round of the lane."""
-        return lane.rounds
+    def guard(self, lane: Lane) -> Callable[[], object]:
+        """Return the function that runs a round of the lane."""
+        return lane.rounds.run
 
     def check(self) -> None:
         """Raise, to end a wait of this rank, if it has to take part in a recovery."""
