@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -10,9 +10,8 @@ import tensorflow as tf
 from hvdlite import elastic
 from hvdlite.base.reduction import Average
 from hvdlite.elastic import HostUpdate, ObjectState, State
-from hvdlite.elastic.state import CapturingHandler, VariablesHandler
+from hvdlite.elastic.state import ExchangeHandler, VariablesHandler
 from hvdlite.engine.process_sets import global_process_set
-from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import naming_errors
 from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
@@ -56,41 +55,17 @@ class TensorFlowState(ObjectState):
                 "TensorFlow 2 keeps no list of all variables; pass those that training changes, "
                 "for example variables=[*model.variables, *optimizer.variables]"
             )
-        super().__init__(variables=_VariablesHandler(variables), **kwargs)
-        self._handlers.append(("variables", _TapesHandler(variables)))
+        super().__init__(variables=VariablesHandler(variables, tf.nest.flatten), **kwargs)
+        self._handlers.append(("variables", ExchangeHandler(variables, _of_tapes)))
 
 
-class _VariablesHandler(VariablesHandler):
-    def variables(self) -> Sequence[Any]:
-        return list(tf.nest.flatten(self.value))
-
-
-class _TapesHandler(CapturingHandler):
-    """Handles what tapes remember of variables, by the positions of their sources."""
-
-    def capture(self) -> Any:
-        return {key: each.state_dict(global_process_set) for key, each in self._states().items()}
-
-    def capture_common(self) -> Any:
-        states = self._states().items()
-        return {key: each.common_state_dict(global_process_set) for key, each in states}
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        variables = tf.nest.flatten(self.value)
-        for key, saved in captured.items():
-            state = exchange_state([variables[position] for position in key])
-            state.load_state_dict(saved, Average, global_process_set, is_own)
-
-    def restore(self) -> None:
-        # A state that has been made since begins again.
-        self.apply({key: self._saved.get(key, {}) for key in self._states()}, is_own=True)
-
-    def gather(self) -> None:
-        for state in self._states().values():
-            state.consolidate(global_process_set)
-
-    def _states(self) -> dict[tuple[int, ...], ExchangeState]:
-        return exchange_states(tf.nest.flatten(self.value))
+def _of_tapes(variables: Any, keys: Iterable[tuple[int, ...]]) -> dict[Any, Any]:
+    """Return what tapes remember of variables, by the positions of their sources."""
+    flat = tf.nest.flatten(variables)
+    for key in keys:
+        exchange_state([flat[position] for position in key])
+    states = exchange_states(flat).items()
+    return {key: (state, Average, global_process_set) for key, state in states}
 
 
 class TensorFlowKerasState(KerasState):
