@@ -181,18 +181,17 @@ class Recovery(Supervisor):
     @uninterrupted
     def form_part(
         self,
-        name: str,
         ids: Sequence[int],
         of: World,
         make: Callable[[World], Engine],
         enter: Callable[[Sequence[int], Engine | None], object],
     ) -> None:
         if not self.survives or self._is_on_device():
-            super().form_part(name, ids, of, make, enter)
+            super().form_part(ids, of, make, enter)
             return
         with self._adding:
             with membership.lock:
-                part = self._wanted = _Part(name, ids, make, enter)
+                part = self._wanted = _Part(ids, make, enter)
             try:
                 while self._wanted is part:
                     self.recover(None, self.recoveries)
@@ -347,7 +346,7 @@ class Recovery(Supervisor):
         parts = {engine.named.name: engine for engine in engines[1:]}
         part_ids = {name: engine.world.ids for name, engine in parts.items()}
         wanted = self._wanted
-        here = wanted and (wanted.name, wanted.ids)
+        here = wanted and wanted.ids
         found = comm.allgather((self._world.id, own, membership.positions(), part_ids, here))
         ids, states, positions, everywhere, asked = zip(*found, strict=True)
         local_size = self._settings.force_local_size
@@ -451,7 +450,6 @@ class Recovery(Supervisor):
 class _Part:
     """A process set to be added; see `Supervisor.form_part`."""
 
-    name: str
     ids: Sequence[int]
     make: Callable[[World], Engine]
     enter: Callable[[Sequence[int], Engine | None], object]

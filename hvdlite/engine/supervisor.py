@@ -85,7 +85,6 @@ class Supervisor:
 
     def form_part(
         self,
-        name: str,
         ids: Sequence[int],
         of: World,
         make: Callable[[World], Engine],
@@ -94,7 +93,7 @@ class Supervisor:
         """Form the world of a process set; all ranks call it, members or not.
 
         Args:
-            name: Name of the set, unique in this world.
+            ids: Of its ranks; no other set of all ranks has the same.
             make: Makes the set's engine in the set's world.
             enter: Called with the ids and the engine; None on a rank outside the set.
 
