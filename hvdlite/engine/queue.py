@@ -151,14 +151,14 @@ class Queue:
             descriptions = tuple(
                 Description(
                     operation.name,
+                    operation.key,
+                    operation.title,
                     operation.signature.digest,
                     operation.payload,
                     operation.failure,
                     now - operation.submitted,
-                    operation.key,
                     operation.stands_in,
                     operation.stall_exempt,
-                    operation.title,
                     b"" if operation.call is None else operation.call.agreed,
                 )
                 for operation in self.operations.values()

@@ -34,11 +34,12 @@ from hvdlite.compression import (
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.process_sets import ProcessSet
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError, MismatchError, NotFiniteError, ranks_text
 from hvdlite.gradients import replicas
 from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.gradients.metadata import check_weighted
+from hvdlite.gradients.options import Options
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
 from hvdlite.observe import status
@@ -52,6 +53,24 @@ COPIES = 2
 
 #: What strategies remember of each virtual rank.
 States = dict[int, StrategyState]
+
+
+def refuse_options(options: Options, accumulates: bool = False) -> None:
+    """Refuse options of an optimizer that exclude virtual ranks.
+
+    Args:
+        accumulates: whether Keras accumulates the gradients of several calls.
+    """
+    refused = {
+        "op=hvd.Adasum": options.reduction.op is ReduceOp.ADASUM,
+        "backward_passes_per_step": options.passes > 1,
+        "gradient_accumulation_steps": accumulates,
+        "schedule": options.schedule is not None,
+        "process_set": options.process_set is not global_process_set,
+    }
+    for argument, is_given in refused.items():
+        if is_given:
+            parts.current.refuse(argument, "leave one of the two out")
 
 
 class Outcome(NamedTuple):
@@ -136,8 +155,6 @@ class VirtualExchange(Operation):
         reduction: Reduction,
         check: ReplicaCheck | None = None,
     ) -> None:
-        if reduction.op is ReduceOp.ADASUM:
-            raise ValueError("op=hvd.Adasum cannot be used with virtual ranks; use hvd.Average")
         check_op(strategy, reduction.op)
         super().__init__(label, Signature())
         self.parameters: tuple[Parameter, ...] = ()
