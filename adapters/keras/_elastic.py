@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -189,20 +190,20 @@ class UpdateBatchStateCallback(_StateCallback):
         self.state.batch = self._left_out = 0
 
 
+@dataclass
 class _LeaveOut:
     """A replacement for a model's training function that leaves batches out."""
 
-    def __init__(self, train: Callable[[Any], Any], batches: int) -> None:
-        self.train = train
-        self.next = False
-        self._batches = batches
+    train: Callable[[Any], Any]
+    batches: int
+    next: bool = False
 
     def __call__(self, data: Any) -> Any:
         if not self.next:
             return self.train(data)
         self.next = False
         if isinstance(data, Iterator):  # else Keras has taken the batches from it
-            for _ in range(self._batches):
+            for _ in range(self.batches):
                 next(data)
         return {}
 
