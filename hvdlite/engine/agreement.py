@@ -41,23 +41,16 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A rank's work beside the operations of a lane."""
-
-    elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
-    waited: float = 0.0  # the seconds since the oldest of them was submitted
-    last: str = ""  # the operation of this lane that has ended last; empty: none has
-    steps: int = 0  # the optimizer's steps that it has made
-
-
-@dataclass(frozen=True)
 class Pending:
-    """The pending operations of one rank, oldest first."""
+    """The pending operations of one rank, oldest first, and its other work."""
 
     descriptions: tuple[Description, ...]
     closing: bool = False
     joined: bool = False  # whether the rank has no more data of its own
-    progress: Progress = Progress()
+    elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
+    waited: float = 0.0  # the seconds since the oldest of them was submitted
+    last: str = ""  # the operation of this lane that has ended last; empty: none has
+    steps: int = 0  # the optimizer's steps that it has made
 
 
 @dataclass
@@ -121,7 +114,7 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
         for key, entry in table.items()
         if missing[key] and key not in substituted and not entry.stall_exempt
     ]
-    if max(*waits_here, *(each.progress.waited for each in pending.values()), 0) > give_up_after:
+    if max(*waits_here, *(each.waited for each in pending.values()), 0) > give_up_after:
         give_up_after /= 2
     for key, ranks in missing.items():
         entries = {rank: table[key] for rank, table in tables.items() if key in table}
@@ -192,7 +185,7 @@ def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, li
                 for entry in pending[rank].descriptions
                 if entry.key not in common and not entry.stall_exempt
             ),
-            *pending[rank].progress.elsewhere,
+            *pending[rank].elsewhere,
         ]
         for rank in ranks
     }
@@ -207,15 +200,15 @@ def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
             now = f"in {waits[0]}" + (f" and {len(waits) - 1} more" if waits[1:] else "")
         else:
             now = "at its end" if each.closing else "in no operation of hvdlite"
-        done = f"{each.progress.last!r}" if each.progress.last else ""
-        done = f"{each.progress.steps} steps" if each.progress.steps else done
+        done = f"{each.last!r}" if each.last else ""
+        done = f"{each.steps} steps" if each.steps else done
         found[now, done].append(rank)
     texts = []
     for (now, done), members in found.items():
         verb = "is" if len(members) == 1 else "are"
         texts.append(f"{ranks_text(members)} {verb} {now}" + (f", after {done}" if done else ""))
-    most = max(each.progress.steps for each in pending.values())
-    if any(pending[rank].progress.steps < most for rank in ranks):
+    most = max(each.steps for each in pending.values())
+    if any(pending[rank].steps < most for rank in ranks):
         texts.append(f"others have made {most} steps")
     return "; ".join(texts)
 

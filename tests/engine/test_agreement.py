@@ -153,14 +153,13 @@ def test_calls_at_different_places_are_one_operation():
 
 
 def test_ranks_that_wait_elsewhere_explain_a_wait():
-    elsewhere = agreement.Progress(elsewhere=("'objects'",), steps=12)
-    astray = Pending((), progress=elsewhere)
-    ahead = Pending((describe("a", b"same", b""),), progress=agreement.Progress(steps=13))
+    astray = Pending((), elsewhere=("'objects'",), steps=12)
+    ahead = Pending((describe("a", b"same", b""),), steps=13)
     expected = "rank 1 is in 'objects', after 12 steps; others have made 13 steps"
     assert decide([ahead, astray]).astray == expected
     # Of rank 2 nothing is known.
     assert decide([ahead, astray, Pending(())]).astray == ""
-    gone = Pending((), closing=True, progress=agreement.Progress(steps=12))
+    gone = Pending((), closing=True, steps=12)
     failed = decide([ahead, gone]).failed["a"]
     assert "rank 1 is at its end, after 12 steps; others have made 13 steps" in failed
 
