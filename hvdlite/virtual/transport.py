@@ -72,6 +72,7 @@ class VirtualRanks:
         self._turn = threading.Lock()  # of the virtual rank that runs
         self._calls: list[_Call] = [("", ())] * len(self.own)
         self._answers: Sequence[Any] = ()
+        self._errors: dict[int, BaseException] = {}  # by position
 
     def run(self, work: Callable[[VirtualTransport], Any]) -> list[Any]:
         """Run a function for each of this process's virtual ranks, which call collectives in it.
@@ -84,7 +85,7 @@ class VirtualRanks:
 
         Raises:
             BaseException: what the function raises for the first virtual rank that fails in it; the
-                others come to no more collectives.
+                others run on to their next collective.
             RuntimeError: a thread cannot be started.
         """
         transports = [VirtualTransport(self, position) for position in range(len(self.own))]
@@ -92,20 +93,20 @@ class VirtualRanks:
             return [work(transports[0])]
         self._meeting = threading.Barrier(len(self.own), self._perform)
         results: list[Any] = [None] * len(transports)
-        errors: dict[int, BaseException] = {}
+        errors = self._errors = {}
 
         def play(position: int) -> None:
-            try:
-                # numpy's error handling is that of a thread.
-                with self._turn, np.errstate(all="ignore"):
+            # numpy's error handling is that of a thread.
+            with self._turn, np.errstate(all="ignore"):
+                try:
                     self.call(position, _BEGIN)
                     results[position] = work(transports[position])
+                except BaseException as error:
+                    errors[position] = error
+                try:
                     self.call(position, _END)
-            except threading.BrokenBarrierError:
-                pass  # another one has failed
-            except BaseException as error:
-                errors[position] = error
-                self._meeting.abort()
+                except BaseException as error:
+                    errors.setdefault(position, error)
 
         threads: list[threading.Thread] = []
         try:
@@ -115,13 +116,14 @@ class VirtualRanks:
                 thread.start()
                 threads.append(thread)
         except BaseException as error:
-            errors[0] = error
+            errors[-1] = error
             self._meeting.abort()
         play(0)
         for thread in threads:
             thread.join()
-        if errors:
-            raise errors[min(errors)]
+        for _, failure in sorted(errors.items()):
+            if not isinstance(failure, threading.BrokenBarrierError):  # another one has failed
+                raise failure
         return results
 
     def call(self, position: int, method: str, *arguments: Any) -> Any:
@@ -141,6 +143,8 @@ class VirtualRanks:
         """Run the collective to which all virtual ranks of this process have come."""
         method = self._calls[0][0]
         if any(other != method for other, _ in self._calls):
+            if self._errors:
+                raise threading.BrokenBarrierError
             pairs = zip(self.own, self._calls, strict=True)
             found = ", ".join(f"{other} ({rank})" for rank, (other, _) in pairs)
             raise HorovodInternalError(
