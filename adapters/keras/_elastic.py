@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite.base.reduction import ReduceOp
-from hvdlite.elastic.state import CapturingHandler, ObjectState, State, VariablesHandler
-from hvdlite.engine.process_sets import ProcessSet
+from hvdlite.elastic.state import ExchangeHandler, ObjectState, State, VariablesHandler
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import batches_per_call, build_optimizer
@@ -43,72 +43,59 @@ class KerasState(ObjectState):
         # Variables created later could not be restored to their initial values.
         build_optimizer(optimizer, model)
         super().__init__(
-            model=_ModelHandler(model), optimizer=_OptimizerHandler(optimizer), **kwargs
+            # What all ranks get is without random seeds.
+            model=VariablesHandler(model, attrgetter("variables"), attrgetter("weights")),
+            optimizer=VariablesHandler(optimizer, _variables_of_optimizer),
+            **kwargs,
         )
         # Behind the variables: a schedule begins again with the weights that it finds.
-        self._handlers.append(("optimizer", ExchangeHandler(optimizer)))
+        self._handlers.append(("optimizer", ExchangeHandler(optimizer, _of_optimizer)))
 
 
-class _ModelHandler(VariablesHandler):
-    def variables(self) -> Sequence[Any]:
-        return self.value.variables
-
-    def shared(self) -> Sequence[Any]:
-        return self.value.weights  # all but random seeds
-
-
-class _OptimizerHandler(VariablesHandler):
-    def variables(self) -> Sequence[Any]:
-        found = list(variables_of(self.value))
-        rate = getattr(self.value, "learning_rate", None)
-        if hasattr(rate, "assign") and all(rate is not each for each in found):
-            found.append(rate)
-        return found
+def _variables_of_optimizer(optimizer: Any) -> Sequence[Any]:
+    found = list(variables_of(optimizer))
+    rate = getattr(optimizer, "learning_rate", None)
+    if hasattr(rate, "assign") and all(rate is not each for each in found):
+        found.append(rate)
+    return found
 
 
-class ExchangeHandler(CapturingHandler):
-    """Handles what compression and schedule remember, of an optimizer or of tapes."""
-
-    def states(self) -> dict[Any, tuple[Any, ReduceOp, ProcessSet]]:
-        """Return the states that there are now, each with its reduction and its ranks."""
-        part = distributed_part(self.value)
-        if part is None:
-            return {}
-        options = part._hvdlite.options
-        return {"": (part._hvdlite.state, options.reduction.op, options.process_set)}
-
-    def capture(self) -> Any:
-        return {key: each.state_dict(members) for key, (each, _, members) in self.states().items()}
-
-    def capture_common(self) -> Any:
-        states = self.states().items()
-        return {key: each.common_state_dict(members) for key, (each, _, members) in states}
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        for key, (state, op, members) in self.states().items():
-            if key in captured:
-                state.load_state_dict(captured[key], op, members, is_own)
-
-    def restore(self) -> None:
-        # A state that has been made since begins again.
-        self.apply({key: self._saved.get(key, {}) for key in self.states()}, is_own=True)
-
-    def gather(self) -> None:
-        for state, _, members in self.states().values():
-            state.consolidate(members)
+def _of_optimizer(optimizer: Any, keys: Iterable[Any]) -> dict[Any, Any]:
+    """Return what an optimizer's compression and schedule remember; {}: it is not distributed."""
+    part = distributed_part(optimizer)
+    if part is None:
+        return {}
+    options = part._hvdlite.options
+    return {"optimizer": (part._hvdlite.state, options.reduction.op, options.process_set)}
 
 
 # For each state, the callbacks that update its ``batch`` and its ``epoch``.
-_trackers: WeakKeyDictionary[State, dict[str, _Tracker]] = WeakKeyDictionary()
+_trackers: WeakKeyDictionary[State, dict[str, _StateCallback]] = WeakKeyDictionary()
 
 
 class _StateCallback:
+    """A callback of a state; the hooks of one that updates an attribute may be called twice."""
+
     model: Any
     params: Any
+    attribute = ""  # that it updates
 
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state: Any = state
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.attribute:
+            _trackers.setdefault(self.state, {})[self.attribute] = self
+
+    def skips(self, batch: int) -> bool:
+        return False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Do nothing."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Record the end of an epoch."""
 
 
 class CommitStateCallback(_StateCallback):
@@ -152,31 +139,13 @@ class CommitStateCallback(_StateCallback):
             tracker.on_epoch_end(epoch)
         self.state.commit()
 
-    def _trackers(self) -> Iterator[_Tracker]:
+    def _trackers(self) -> Iterator[_StateCallback]:
         """Yield the trackers of this ``fit``; those of an interrupted one are out of date."""
         found = _trackers.get(self.state, {})
         return (tracker for tracker in found.values() if tracker.params is self.params)
 
 
-class _Tracker(_StateCallback):
-    """A callback that updates an attribute of a state; its hooks may be called twice."""
-
-    attribute: str
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        _trackers.setdefault(self.state, {})[self.attribute] = self
-
-    def skips(self, batch: int) -> bool:
-        return False
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Record the end of an epoch."""
-
-
-class UpdateBatchStateCallback(_Tracker):
+class UpdateBatchStateCallback(_StateCallback):
     """Keep ``state.batch`` up to date: the number of batches trained on in the current epoch.
 
     If ``state.batch`` is above 0 when ``fit`` begins, its first epoch takes so many batches from
@@ -221,25 +190,25 @@ class UpdateBatchStateCallback(_Tracker):
         self.state.batch = self._left_out = 0
 
 
+@dataclass
 class _LeaveOut:
     """A replacement for a model's training function that leaves batches out."""
 
-    def __init__(self, train: Callable[[Any], Any], batches: int) -> None:
-        self.train = train
-        self.next = False
-        self._batches = batches
+    train: Callable[[Any], Any]
+    batches: int
+    next: bool = False
 
     def __call__(self, data: Any) -> Any:
         if not self.next:
             return self.train(data)
         self.next = False
         if isinstance(data, Iterator):  # else Keras has taken the batches from it
-            for _ in range(self._batches):
+            for _ in range(self.batches):
                 next(data)
         return {}
 
 
-class UpdateEpochStateCallback(_Tracker):
+class UpdateEpochStateCallback(_StateCallback):
     """Keep ``state.epoch`` up to date: the number of epochs completed, over all calls of ``fit``.
 
     After a failure ``fit`` may be called in both ways: with ``epochs=total - state.epoch``, or with

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite import elastic
-from hvdlite.base.reduction import Average, ReduceOp
+from hvdlite.base.reduction import Average
 from hvdlite.elastic import HostUpdate, ObjectState, State
-from hvdlite.elastic.state import VariablesHandler
-from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.keras._elastic import ExchangeHandler, KerasState
+from hvdlite.elastic.state import ExchangeHandler, VariablesHandler
+from hvdlite.engine.process_sets import global_process_set
+from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import naming_errors
 from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
 
@@ -55,27 +55,17 @@ class TensorFlowState(ObjectState):
                 "TensorFlow 2 keeps no list of all variables; pass those that training changes, "
                 "for example variables=[*model.variables, *optimizer.variables]"
             )
-        super().__init__(variables=_VariablesHandler(variables), **kwargs)
-        self._handlers.append(("variables", _TapesHandler(variables)))
+        super().__init__(variables=VariablesHandler(variables, tf.nest.flatten), **kwargs)
+        self._handlers.append(("variables", ExchangeHandler(variables, _of_tapes)))
 
 
-class _VariablesHandler(VariablesHandler):
-    def variables(self) -> Sequence[Any]:
-        return list(tf.nest.flatten(self.value))
-
-
-class _TapesHandler(ExchangeHandler):
-    """Handles what tapes remember of variables, by the positions of their sources."""
-
-    def states(self) -> dict[Any, tuple[Any, ReduceOp, ProcessSet]]:
-        found = exchange_states(tf.nest.flatten(self.value))
-        return {key: (each, Average, global_process_set) for key, each in found.items()}
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        variables = tf.nest.flatten(self.value)
-        for key in captured:
-            exchange_state([variables[position] for position in key])  # made if there is none
-        super().apply(captured, is_own)
+def _of_tapes(variables: Any, keys: Iterable[tuple[int, ...]]) -> dict[Any, Any]:
+    """Return what tapes remember of variables, by the positions of their sources."""
+    flat = tf.nest.flatten(variables)
+    for key in keys:
+        exchange_state([flat[position] for position in key])
+    states = exchange_states(flat).items()
+    return {key: (state, Average, global_process_set) for key, state in states}
 
 
 class TensorFlowKerasState(KerasState):

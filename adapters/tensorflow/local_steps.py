@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.gradients.options import Options
-from hvdlite.schedule.local_steps import LocalSteps, Moment, check_unweighted
+from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights, check_unweighted
 from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.gradients import Gradient, densified
@@ -53,7 +53,7 @@ class VariableSteps:
         def begin(*arrays: Any) -> list[Any]:
             if self.steps.in_step and forgotten is not None:
                 raise ValueError(forgotten)
-            self.steps.begin(_Arrays(arrays, {}))
+            self.steps.begin(_weights(arrays, {}, {}))
             return []
 
         remembered = self._variables if self.steps.schedule.sends_changes else []
@@ -101,7 +101,7 @@ class VariableSteps:
         self._update(self.steps.exchange)
         return tf.constant(True)
 
-    def _update(self, exchange: Callable[[_Arrays], None]) -> None:
+    def _update(self, exchange: Callable[[Weights], None]) -> None:
         names = [(n, key) for n, own in enumerate(self._moments) for key in sorted(own)]
         targets = self._variables + [self._moments[number][key] for number, key in names]
         changed: list[int] = list(range(len(targets)))
@@ -109,14 +109,12 @@ class VariableSteps:
 
         def update(*arrays: Any) -> list[Any]:
             positions = {name: len(self._variables) + n for n, name in enumerate(names)}
-            weights = _Arrays(arrays, positions)
-            exchange(weights)
+            written: dict[int, Any] = {}
+            exchange(_weights(arrays, positions, written))
             if eager:
-                changed[:] = sorted(weights.written)
+                changed[:] = sorted(written)
             # TensorFlow goes on using the memory of results, so none may be that of an argument.
-            return [
-                weights.written[n] if n in weights.written else np.array(arrays[n]) for n in changed
-            ]
+            return [written[n] if n in written else np.array(arrays[n]) for n in changed]
 
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
         results = run(
@@ -126,34 +124,25 @@ class VariableSteps:
             targets[position].assign(result)
 
 
-class _Arrays:
-    """Weights for `LocalSteps`: the arguments of a Python function, and what replaces them.
+def _weights(
+    arrays: Sequence[Any], moments: Mapping[tuple[int, str], int], written: dict[int, Any]
+) -> Weights:
+    """Return weights for `LocalSteps`: the arguments of a Python function.
 
     Args:
         arrays: The values of the variables, followed by those of the optimizer's variables.
         moments: The positions of the latter, by the number of their variable and their name.
-
-    Attributes:
-        written: New values, by position.
+        written: Gets new values, by position.
     """
 
-    def __init__(self, arrays: Sequence[Any], moments: dict[tuple[int, str], int]) -> None:
-        self._arrays = arrays
-        self._moments = moments
-        self.written: dict[int, Any] = {}
-
-    def read(self, number: int) -> Any:
-        return self._arrays[number]
-
-    def write(self, number: int, array: Any) -> None:
-        self.written[number] = array
-
-    def moments(self, number: int) -> list[Moment]:
+    def averaged(number: int) -> list[Moment]:
         return [
-            Moment(key, self._arrays[position], partial(self.write, position))
-            for (owner, key), position in self._moments.items()
+            Moment(key, arrays[position], partial(written.__setitem__, position))
+            for (owner, key), position in moments.items()
             if owner == number
         ]
+
+    return Weights(arrays.__getitem__, written.__setitem__, averaged)
 
 
 class TapeSteps:

@@ -24,7 +24,7 @@ from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
-from hvdlite.virtual.gradients import VirtualExchange
+from hvdlite.virtual.gradients import VirtualExchange, refuse_options
 from hvdlite.world import parts
 
 
@@ -52,15 +52,7 @@ class VirtualSteps(GradientPath):
 
     @staticmethod
     def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
-        refused = {
-            "backward_passes_per_step": options.passes > 1,
-            "gradient_accumulation_steps": accumulates,
-            "schedule": options.schedule is not None,
-            "process_set": options.process_set is not global_process_set,
-        }
-        for argument, is_given in refused.items():
-            if is_given:
-                parts.current.refuse(argument, "leave one of the two out")
+        refuse_options(options, accumulates)
         if scales_loss:
             parts.current.refuse(
                 "a LossScaleOptimizer, by which parts of one step get different factors,",

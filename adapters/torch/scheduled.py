@@ -24,7 +24,7 @@ class Scheduled(Distributed):
     """The methods of an optimizer with a schedule of local steps, or with Adasum."""
 
     _local_steps: LocalSteps
-    _local_weights: TensorWeights  # of the parameters that are attached, for `_local_steps`
+    _local_weights: Weights  # of the parameters that are attached, for `_local_steps`
     _scheduled: list[torch.Tensor]
     _scheduled_ids: set[int]
     _scheduled_properties: Any  # of those attached, when they were compared last
@@ -33,7 +33,7 @@ class Scheduled(Distributed):
         self._local_steps = self._exchange_state.steps = LocalSteps(options, label)
         self._scheduled, self._scheduled_ids = [], set()
         optimizer = cast(torch.optim.Optimizer, self)
-        self._local_weights = TensorWeights(
+        self._local_weights = tensor_weights(
             self._scheduled, lambda number: optimizer.state.get(self._scheduled[number], {})
         )
         self._scheduled_properties = properties_of(self._scheduled)
@@ -149,35 +149,29 @@ class Scheduled(Distributed):
         )
 
 
-class TensorWeights(Weights):
-    """Weights for `LocalSteps` in tensors.
+def tensor_weights(
+    tensors: Sequence[torch.Tensor], moments: Callable[[int], Mapping[str, Any]]
+) -> Weights:
+    """Return weights for `LocalSteps` in tensors; one on a device is copied when it is read.
 
     Args:
         moments: what the optimizer keeps for a parameter, by its number.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], moments: Callable[[int], Mapping[str, Any]]
-    ) -> None:
-        self._tensors = tensors
-        self._moments = moments
-
-    def read(self, number: int) -> Any:
-        """Return a weight as an array; one on a device is copied."""
-        return to_array(self._tensors[number].detach())
-
-    def write(self, number: int, array: Any) -> None:
-        _copy(self._tensors[number], array)
-
-    def moments(self, number: int) -> list[Moment]:
-        """Return the optimizer's tensors of the parameter's shape."""
+    def averaged(number: int) -> list[Moment]:
         return [
             Moment(key, to_array(tensor.detach()), partial(_copy, tensor))
-            for key, tensor in sorted(self._moments(number).items())
+            for key, tensor in sorted(moments(number).items())
             if isinstance(tensor, torch.Tensor)
             and tensor.is_floating_point()
-            and tensor.shape == self._tensors[number].shape
+            and tensor.shape == tensors[number].shape
         ]
+
+    return Weights(
+        lambda number: to_array(tensors[number].detach()),
+        lambda number, array: _copy(tensors[number], array),
+        averaged,
+    )
 
 
 def tensor_steps(
@@ -189,7 +183,7 @@ def tensor_steps(
         moments: those of the optimizer's variables that are averaged with each, by name.
     """
     kept = [{name: each.value for name, each in own.items()} for own in moments]
-    weights = TensorWeights([each.value for each in variables], kept.__getitem__)
+    weights = tensor_weights([each.value for each in variables], kept.__getitem__)
     # Untraced, since Keras may compile the training step that calls them.
     return SimpleNamespace(
         begin=untraced(lambda: steps.begin(weights)),

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter
 from hvdlite.engine import Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -30,7 +29,7 @@ from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
-from hvdlite.virtual.gradients import Outcome, VirtualExchange
+from hvdlite.virtual.gradients import Outcome, VirtualExchange, refuse_options
 from hvdlite.virtual.ranks import turns_of
 from hvdlite.world import parts, world
 
@@ -477,15 +476,7 @@ class Virtual(Distributed):
         cls, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], options: Options
     ) -> Any:
         """Make an optimizer one of this class; refuse what virtual ranks cannot do."""
-        refused = {
-            "op=hvd.Adasum": options.reduction.op is ReduceOp.ADASUM,
-            "backward_passes_per_step": options.passes > 1,
-            "schedule": options.schedule is not None,
-            "process_set": options.process_set is not global_process_set,
-        }
-        for argument, is_given in refused.items():
-            if is_given:
-                parts.current.refuse(argument, "leave one of the two out")
+        refuse_options(options)
         return super().wrap(optimizer, names, options)
 
     @classmethod

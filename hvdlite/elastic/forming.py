@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.transport.mpi import forget_ended
 
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _Formed = TypeVar("_Formed")
@@ -23,17 +24,20 @@ class Forming:
     ranks agree on each before they use it.
 
     Args:
-        made: Gets the communicators that `create` makes.
+        outer: The forming that this one is a part of.
 
     Attributes:
         failure: Why it has failed; None: it has not.
+        made: The communicators that `create` has made, also in its parts.
+        undo: What is to be called if it fails in the end.
     """
 
-    def __init__(self, MPI: Any, comm: Any, made: list[Any]) -> None:  # noqa: N803
+    def __init__(self, MPI: Any, comm: Any, outer: Forming | None = None) -> None:  # noqa: N803
         self.failure: BaseException | None = None
         self._mpi = MPI
         self._comm = comm
-        self.made = made
+        self.made: list[Any] = [] if outer is None else outer.made
+        self.undo: list[Callable[[], object]] = [] if outer is None else outer.undo
         self._common: list[Any] = []
         self._has_ended = False
 
@@ -53,6 +57,14 @@ class Forming:
             raise self._gone() from failure
         self._common.append(comm)
         return comm
+
+    @contextmanager
+    def part(self, comm: Any) -> Iterator[Forming]:
+        """Return a forming of those ranks that a communicator has; its failure is one of this."""
+        with Forming(self._mpi, comm, self) as inner:
+            yield inner
+        if inner.failure is not None:
+            raise inner.failure
 
     def __enter__(self) -> Forming:
         with suppress(self._mpi.Exception):
@@ -113,17 +125,39 @@ def form_of_living(
         comm, size = comm.Shrink(), comm.size
         if failure is not None and comm.size == size:
             raise HorovodInternalError(
-                f"rank {comm.rank}: the ranks cannot communicate, although none has died since "
-                f"they tried before ({failure}); start the job again (hvdliterun --restarts), and "
-                "load the last checkpoint"
+                f"rank {comm.rank}: the ranks cannot communicate, although none has died "
+                f"({failure}); see what each of them says, start the job again (hvdliterun "
+                "--restarts), and load the last checkpoint"
             ) from failure
-        made = [comm]
-        with Forming(MPI, comm, made) as forming:
-            formed = build(comm, forming)
-        if forming.failure is None:
+        forming = Forming(MPI, comm)
+        is_formed = False
+        try:
+            with forming:
+                formed = build(comm, forming)
+            is_formed = forming.failure is None
+        finally:
+            for undo in () if is_formed else forming.undo:
+                undo()
+        if is_formed:
             return formed
         failure = forming.failure
-        failed += made
+        failed += [comm, *forming.made]
+
+
+def retire(MPI: Any, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:  # noqa: N803
+    """Free the communicators of the last call, and return those that the next one gets.
+
+    Messages may be on their way to those of now, which a new communicator of the same number would
+    receive, and threads may be reading their rank from the old world.
+    """
+    kept = [comm for comm in now if comm]  # not COMM_NULL
+    if not forget_ended(MPI, before):  # MPI may still work on a collective over one of them
+        return [*before, *kept]
+    for comm in before:
+        # Open MPI 5 does it without the other ranks, of which some have died.
+        with suppress(MPI.Exception):
+            comm.Free()
+    return kept
 
 
 def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803

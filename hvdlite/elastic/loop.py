@@ -87,11 +87,10 @@ def run(
             result = attempts.until_done(lambda: func(state, *args, **kwargs))
             resizing.disconnect()
             return result
-        except _Stopped:
-            sys.exit(0)
         except BaseException as error:
-            rendezvous.leave(f"{type(error).__name__}: {error}")
-            runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
+            if not attempts.has_handed_over:
+                rendezvous.leave(f"{type(error).__name__}: {error}")
+                runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
             raise
 
     return wrapper
@@ -105,11 +104,14 @@ class _Report(NamedTuple):
     skip_sync: bool
 
 
-class _Stopped(BaseException):
-    """This rank has stopped, and the job goes on with another number of ranks."""
-
-
 class _Attempts:
+    """The calls of a training function.
+
+    Attributes:
+        has_handed_over: Whether this rank has stopped, and the job goes on with another number of
+            ranks.
+    """
+
     def __init__(
         self, state: State, rendezvous: Rendezvous, settings: Settings, holders: Sequence[int]
     ) -> None:
@@ -120,6 +122,7 @@ class _Attempts:
         self._retries = settings.elastic_retries
         self._reset_limit = settings.elastic_reset_limit
         self._resets = 0
+        self.has_handed_over = False
         self._is_new = False  # the world, for the state
         self._failures = 0  # in a row
         self._commits = state.commits  # when the last of them came
@@ -153,7 +156,8 @@ class _Attempts:
             except StopInterrupt:
                 self._count_reset()
                 resizing.hand_over(self._state, self._resets)
-                raise _Stopped from None
+                self.has_handed_over = True
+                sys.exit(0)
             except HostsUpdatedInterrupt as update:
                 failure = None
                 report = _Report("", 0, update.skip_sync)

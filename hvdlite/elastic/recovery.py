@@ -1,9 +1,9 @@
 """Recovery: the survivors continue in the same step when a rank has died.
 
-A lane whose round fails because of a death calls `Recovery.recover`. That holds all lanes of this
-rank, waits until each other rank does the same or has died, and forms the world of the survivors,
-with a new transport for each lane. Operations stay in their lanes and run again, from inputs that
-they have kept (`Operation.protect`).
+A lane runs its rounds by `Recovery.run_round`. If one fails because of a death, that holds all
+lanes of this rank, waits until each other rank does the same or has died, and forms the world of
+the survivors, with a new transport for each lane. Operations stay in their lanes and run again,
+from inputs that they have kept (`Operation.protect`).
 
 An operation may have ended on some ranks only. So the ranks confirm each outcome by a barrier
 before any of them delivers it (`Rounds`). If any rank has passed that barrier, all have the
@@ -23,25 +23,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.base import observers
 from hvdlite.base.interrupts import run_overdue, uninterrupted
 from hvdlite.base.settings import Settings
-from hvdlite.elastic.forming import Forming, form_of_living
+from hvdlite.elastic.forming import Forming, form_of_living, retire
 from hvdlite.elastic.gathering import Gathering
-from hvdlite.elastic.guard import Guard, LaneState
 from hvdlite.engine import Engine
-from hvdlite.engine.lane import Lane
+from hvdlite.engine.lane import Lane, describe_error
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.supervisor import Supervisor
 from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
 from hvdlite.transport import Transport
-from hvdlite.transport.mpi import forget_ended
 from hvdlite.transport.registry import connect
 from hvdlite.world import membership
 from hvdlite.world.world import World
@@ -54,6 +52,21 @@ _NEWS_SECONDS, _NEWS_PAUSE = 1.0, 5e-3
 _CHECK_SECONDS = 0.05
 
 
+class LaneState(NamedTuple):
+    """The progress of a lane when a rank has died.
+
+    Attributes:
+        confirmed: The number of outcomes that all ranks have.
+        in_doubt: Whether this rank has a further one, which other ranks may lack.
+        failure: Why this rank cannot continue in it; None: it can.
+    """
+
+    confirmed: int
+    in_doubt: bool
+    closed: bool
+    failure: str | None = None
+
+
 class Recovery(Supervisor):
     """Forms a new world when ranks have died, and replaces the transports of all lanes."""
 
@@ -64,6 +77,7 @@ class Recovery(Supervisor):
 
     def __init__(self) -> None:
         self._engines: list[Engine] = []
+        self._waiting: set[Lane] = set()  # whose rounds wait for the recovery
         self._changed = threading.Condition()
         self._under_way = False
         self._failure: HorovodInternalError | None = None
@@ -88,8 +102,8 @@ class Recovery(Supervisor):
         self._gathering = Gathering(MPI, whole.create(whole.comm.Dup))
         self.survives, self.renumbering = True, membership.lock
 
-    def guard(self, lane: Lane) -> Any:
-        return Guard(lane, self) if self.survives else super().guard(lane)
+    def guard(self, lane: Lane) -> Callable[[], object]:
+        return partial(self.run_round, lane) if self.survives else super().guard(lane)
 
     def add(self, engine: Engine) -> None:
         self._engines.append(engine)
@@ -101,15 +115,43 @@ class Recovery(Supervisor):
         self._engines.clear()
         if self.survives:
             self.survives = False
-            self._retire([])
+            self._old = retire(self._mpi, self._old, [])
             self._gathering.comm.Free()
 
-    def is_about_death(self, error: Exception) -> bool:
-        """Return whether an error of this rank comes from the death of another one.
+    def run_round(self, lane: Lane) -> None:
+        """Run a round of a lane, and recover from the death of ranks in it."""
+        recoveries = self.recoveries
+        try:
+            self.check()  # also where no round waits long enough to do so
+            lane.rounds.run()
+        except Exception as error:
+            is_recoverable = self._is_about_death(lane, error)
+            if not is_recoverable:
+                lane.failure = describe_error(error)
+                with suppress(Exception):
+                    lane.transport.leave()
+            _revoke(lane)  # others may be in this round, and wait for this rank
+            self._waiting.add(lane)
+            try:  # if it is not recoverable, the recovery fails, which all ranks notice
+                self.recover(error, recoveries)
+            except HorovodInternalError:
+                if is_recoverable:
+                    raise
+                raise error from None
+            finally:
+                self._waiting.discard(lane)
+
+    def _is_about_death(self, lane: Lane, error: Exception) -> bool:
+        """Return whether an error of a lane's round comes from the death of another rank.
 
         Some errors do not show it: Open MPI's non-blocking collectives may end with
         ``MPI_ERR_OTHER``, even before MPI knows of the death.
         """
+        if isinstance(error, OSError):  # the memory of a process that has gone, perhaps
+            with suppress(RankGoneError):
+                lane.transport.check_alive()
+                return False
+            return True
         if not isinstance(error, self._mpi.Exception):
             return isinstance(error, RankGoneError)
         MPI = self._mpi  # noqa: N806
@@ -139,18 +181,17 @@ class Recovery(Supervisor):
     @uninterrupted
     def form_part(
         self,
-        name: str,
         ids: Sequence[int],
         of: World,
         make: Callable[[World], Engine],
         enter: Callable[[Sequence[int], Engine | None], object],
     ) -> None:
         if not self.survives or self._is_on_device():
-            super().form_part(name, ids, of, make, enter)
+            super().form_part(ids, of, make, enter)
             return
         with self._adding:
             with membership.lock:
-                part = self._wanted = _Part(name, ids, make, enter)
+                part = self._wanted = _Part(ids, make, enter)
             try:
                 while self._wanted is part:
                     self.recover(None, self.recoveries)
@@ -197,7 +238,8 @@ class Recovery(Supervisor):
                     self.recoveries += 1
                     self._changed.notify_all()
                 for lane in lanes:  # whose waits must not be ended any more
-                    lane.guard.let_go()
+                    self._waiting.discard(lane)  # else a further `hold` might not wait for it
+                    lane.let_go()
         if self._failure is not None:
             raise self._failure
 
@@ -206,41 +248,43 @@ class Recovery(Supervisor):
         engines = list(self._engines)
         if error is not None:
             self._revoke(lanes)
-        states = {lane.name: lane.guard.hold() for lane in lanes}
+        states = {lane.name: self._hold(lane) for lane in lanes}
         self._wait_for_others(lanes, began)
         self._revoke(lanes)  # so that what is still going on ends, and can be freed
         for observe in observers.current:
             observe("recover")
-        attempts: list[_Attempt] = []
         old: list[Any] = [self._gathering.comm]
 
         def build(comm: Any, forming: Forming) -> _Attempt:
-            attempts.append(_Attempt(self._mpi, comm, self._world, self._settings))
-            attempts[-1].run(forming, engines, states, self._wanted)
-            return attempts[-1]
+            return self._attempt(comm, forming, engines, states)
 
         with membership.lock:
-            try:
-                attempt = form_of_living(self._mpi, self._world.comm, build, old)
-                self._check(attempt)
-                attempts.remove(attempt)
-            finally:
-                for failed in attempts:
-                    failed.abandon()
+            attempt = form_of_living(self._mpi, self._world.comm, build, old)
+            self._check(attempt)
             self._tell(attempt, time.monotonic() - began, error)
             for engine in engines:
                 if engine.named.name in attempt.worlds:  # else who removes the set frees them
                     old += [engine.world.cross, engine.world.node, engine.world.comm]
                 old += [comm for lane in engine.lanes for comm in lane.communicators]
-            self._take_over(attempt, engines)
-            self._retire(old)
+            self._take_over(attempt, engines, states)
+            self._old = retire(self._mpi, self._old, old)
+
+    def _hold(self, lane: Lane) -> LaneState:
+        """Hold a lane until `Lane.let_go`, and return its state.
+
+        A thread that runs rounds notices the death itself or in `check`, and then waits.
+        """
+        lane.hold(lambda: lane in self._waiting)
+        failure = "arrays lie on a GPU" if lane.is_on_device else lane.failure
+        rounds = lane.rounds
+        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, failure)
 
     def _revoke(self, lanes: Sequence[Lane]) -> None:
         """End the calls of the other ranks by errors, by which they notice the death."""
         with suppress(self._mpi.Exception):
             self._world.comm.Revoke()
         for lane in lanes:
-            lane.guard.revoke()
+            _revoke(lane)
 
     def _wait_for_others(self, lanes: Sequence[Lane], began: float) -> None:
         """Wait until the other ranks have reached this recovery.
@@ -287,6 +331,66 @@ class Recovery(Supervisor):
             raise
         gathering.meet(ready, None, watch)
 
+    def _attempt(
+        self,
+        comm: Any,
+        forming: Forming,
+        engines: Sequence[Engine],
+        own: Mapping[str, LaneState],
+    ) -> _Attempt:
+        """Make worlds and transports; collective. After a failure another attempt follows.
+
+        Args:
+            engines: The engines of this rank; that of all ranks comes first.
+        """
+        parts = {engine.named.name: engine for engine in engines[1:]}
+        part_ids = {name: engine.world.ids for name, engine in parts.items()}
+        wanted = self._wanted
+        here = wanted and wanted.ids
+        found = comm.allgather((self._world.id, own, membership.positions(), part_ids, here))
+        ids, states, positions, everywhere, asked = zip(*found, strict=True)
+        local_size = self._settings.force_local_size
+        world = World.split(self._mpi, comm, local_size, forming.create, ids)
+        gathering = Gathering(self._mpi, forming.create(comm.Dup))
+        attempt = _Attempt(world, gathering, states, positions)
+
+        @contextmanager
+        def forming_part(ids: Sequence[int]) -> Iterator[World | None]:
+            own_comm = world.split_off(self._mpi, ids, forming.create)
+            if own_comm is None:
+                yield None
+                return
+            with forming.part(own_comm) as inner:
+                yield world.around(own_comm, ids, inner.create)
+
+        self._connect(attempt, engines[0], world)
+        for name, members in _kept(everywhere, world):
+            with forming_part(members) as part:
+                if part is not None:
+                    self._connect(attempt, parts[name], part)
+        if wanted is not None and all(asked):
+            if any(there != here for there in asked):
+                raise HorovodInternalError(
+                    "the ranks add different process sets; add them in the same order on all "
+                    "ranks, and from one thread"
+                )
+            attempt.part, attempt.part_ids = wanted, _living(wanted.ids, world)
+            with forming_part(attempt.part_ids) as part:
+                if part is not None:
+                    attempt.part_engine = wanted.make(part)
+                    forming.undo.append(attempt.part_engine.abandon)
+        return attempt
+
+    def _connect(self, attempt: _Attempt, engine: Engine, world: World) -> None:
+        """Make the transports of an engine's lanes in its new world; collective."""
+        attempt.worlds[engine.named.name] = world
+        for lane in engine.lanes:
+            closed = any(lanes[lane.name].closed for lanes in attempt.states if lane.name in lanes)
+            shared_memory = self._settings.shared_memory
+            attempt.transports[lane.name] = (
+                None if closed else connect(self._mpi, world, shared_memory, lane.transport)
+            )
+
     def _check(self, attempt: _Attempt) -> None:
         """Raise on all ranks if one of them has failed otherwise than by a death."""
         failures: dict[str, list[int]] = {}
@@ -295,6 +399,8 @@ class Recovery(Supervisor):
                 failures.setdefault(failure, []).append(rank)
         if not failures:
             return
+        if attempt.part_engine is not None:
+            attempt.part_engine.abandon()
         found = "; ".join(f"on {ranks_text(ranks)}: {why}" for why, ranks in failures.items())
         if attempt.world.ids == self._world.ids:
             raise HorovodInternalError(f"communication has failed {found}")
@@ -304,7 +410,9 @@ class Recovery(Supervisor):
             "the last checkpoint"
         )
 
-    def _take_over(self, attempt: _Attempt, engines: Sequence[Engine]) -> None:
+    def _take_over(
+        self, attempt: _Attempt, engines: Sequence[Engine], own: Mapping[str, LaneState]
+    ) -> None:
         has_lost = len(attempt.world.ids) < len(self._world.ids)
         self._world, self._gathering = attempt.world, attempt.gathering
         self._enter(attempt.world)
@@ -315,28 +423,13 @@ class Recovery(Supervisor):
             engine.world = attempt.worlds.get(engine.named.name, engine.world)
             for lane in engine.lanes:
                 states = [lanes[lane.name] for lanes in attempt.states if lane.name in lanes]
-                deliver = is_delivered(attempt.own[lane.name], states)
+                deliver = is_delivered(own[lane.name], states)
                 lane.replace(attempt.transports.get(lane.name), deliver)
         if attempt.part is not None:
             if attempt.part_engine is not None:
                 self.add(attempt.part_engine)
             attempt.part.enter(attempt.part_ids, attempt.part_engine)
             self._wanted = None
-
-    def _retire(self, old: Sequence[Any]) -> None:
-        """Free the communicators of the last call, and keep these until the next.
-
-        Messages may be on their way to them, which a new communicator of the same number would
-        receive, and threads may be reading their rank from the old world.
-        """
-        if forget_ended(self._mpi, self._old):
-            self._old, free = list(old), self._old
-        else:  # MPI may still work on a collective over one of them
-            self._old, free = [*self._old, *old], []
-        for comm in free:
-            # Open MPI 5 does it without the other ranks, of which some have died.
-            with suppress(self._mpi.Exception):
-                comm.Free()
 
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
         """Log the recovery; ranks are named by their numbers at the start of the job."""
@@ -357,20 +450,19 @@ class Recovery(Supervisor):
 class _Part:
     """A process set to be added; see `Supervisor.form_part`."""
 
-    name: str
     ids: Sequence[int]
     make: Callable[[World], Engine]
     enter: Callable[[Sequence[int], Engine | None], object]
 
 
+@dataclass
 class _Attempt:
     """One attempt to form the world of the survivors.
 
     Attributes:
-        states: The states of each rank's lanes, by the rank and the lane's name.
-        own: The states of this rank's lanes.
-        positions: The `membership.positions` of each rank.
         gathering: The gathering for the next recovery.
+        states: The states of each rank's lanes, by the rank and the lane's name.
+        positions: The `membership.positions` of each rank.
         worlds: The new world of each engine, by the name of its lane for named operations.
         transports: The new transports, by the lane's name; None: the lane has been closed.
         part: The process set that has been added; None: not all ranks want one.
@@ -379,95 +471,31 @@ class _Attempt:
 
     world: World
     gathering: Gathering
+    states: Sequence[Mapping[str, LaneState]]
+    positions: Sequence[Mapping[Any, Any]]
+    worlds: dict[str, World] = field(default_factory=dict)
+    transports: dict[str, Transport | None] = field(default_factory=dict)
+    part: _Part | None = None
+    part_ids: Sequence[int] = ()
+    part_engine: Engine | None = None
 
-    def __init__(self, MPI: Any, comm: Any, before: World, settings: Settings) -> None:  # noqa: N803
-        self._mpi = MPI
-        self._comm = comm
-        self._before = before
-        self._settings = settings
-        self.states: list[Mapping[str, LaneState]] = []
-        self.own: Mapping[str, LaneState] = {}
-        self.positions: list[Mapping[Any, Any]] = []
-        self.worlds: dict[str, World] = {}
-        self.transports: dict[str, Transport | None] = {}
-        self.part: _Part | None = None
-        self.part_ids: Sequence[int] = ()
-        self.part_engine: Engine | None = None
 
-    def run(
-        self,
-        forming: Forming,
-        engines: Sequence[Engine],
-        states: Mapping[str, LaneState],
-        wanted: _Part | None,
-    ) -> None:
-        """Make the worlds and the transports; collective. After a failure another attempt follows.
+def _kept(everywhere: Sequence[Mapping[str, Sequence[int]]], world: World) -> Iterator[Any]:
+    """Yield the process sets that no member has removed, and the ids of their ranks."""
+    for name, ids in sorted({k: v for each in everywhere for k, v in each.items()}.items()):
+        living = _living(ids, world)
+        if all(name in everywhere[rank] for rank in world.numbers(living)):
+            yield name, living
 
-        Args:
-            engines: The engines of this rank; that of all ranks comes first.
-        """
-        parts = {engine.named.name: engine.world.ids for engine in engines[1:]}
-        here = wanted and (wanted.name, wanted.ids)
-        found = self._comm.allgather((self._before.id, states, membership.positions(), parts, here))
-        self.states, self.own = [theirs for _, theirs, *_ in found], states
-        self.positions = [theirs for _, _, theirs, *_ in found]
-        ids, local_size = [each for each, *_ in found], self._settings.force_local_size
-        self.world = World.split(self._mpi, self._comm, local_size, forming.create, ids)
-        self.gathering = Gathering(self._mpi, forming.create(self._comm.Dup))
-        self._replace(engines[0], self.world)
-        by_name = {engine.named.name: engine for engine in engines[1:]}
-        for each, members in self._kept([theirs for *_, theirs, _ in found]):
-            engine = by_name.get(each)
-            self._form_part(members, forming, partial(self._replace, engine))
-        if wanted is not None and all(there for *_, there in found):
-            if any(there != here for *_, there in found):
-                raise HorovodInternalError(
-                    "the ranks add different process sets; add them in the same order on all "
-                    "ranks, and from one thread"
-                )
-            self.part, self.part_ids = wanted, self._living(wanted.ids)
-            self._form_part(self.part_ids, forming, self._make_part)
 
-    def abandon(self) -> None:
-        """Discard a process set that was not completed; its communicators remain."""
-        if self.part_engine is not None:
-            self.part_engine.abandon()
+def _living(ids: Iterable[int], world: World) -> list[int]:
+    return [each for each in ids if each in world.ids]
 
-    def _kept(self, everywhere: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[Any]:
-        """Yield the process sets that no member has removed, and the ids of their ranks."""
-        for name, ids in sorted({k: v for each in everywhere for k, v in each.items()}.items()):
-            living = self._living(ids)
-            if all(name in everywhere[rank] for rank in self.world.numbers(living)):
-                yield name, living
 
-    def _living(self, ids: Sequence[int]) -> list[int]:
-        return [each for each in ids if each in self.world.ids]
-
-    def _form_part(
-        self, ids: Sequence[int], forming: Forming, use: Callable[[World], object]
-    ) -> None:
-        """Make the world of a process set, and use it on its ranks."""
-        comm = self.world.split_off(self._mpi, ids, forming.create)
-        if comm is None:
-            return
-        with Forming(self._mpi, comm, forming.made) as inner:
-            use(self.world.around(comm, ids, inner.create))
-        if inner.failure is not None:
-            raise inner.failure
-
-    def _make_part(self, world: World) -> None:
-        assert self.part is not None
-        self.part_engine = self.part.make(world)
-
-    def _replace(self, engine: Engine | None, world: World) -> None:
-        assert engine is not None  # of a set that this rank is in, and has not removed
-        self.worlds[engine.named.name] = world
-        for lane in engine.lanes:
-            closed = any(lanes[lane.name].closed for lanes in self.states if lane.name in lanes)
-            shared_memory = self._settings.shared_memory
-            self.transports[lane.name] = (
-                None if closed else connect(self._mpi, world, shared_memory, lane.transport)
-            )
+def _revoke(lane: Lane) -> None:
+    """End the other ranks' calls on a lane, too."""
+    if not lane.is_released:
+        lane.transport.revoke()
 
 
 def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:

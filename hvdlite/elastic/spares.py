@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from hvdlite.base.settings import Settings
-from hvdlite.elastic.forming import Forming, form_of_living
+from hvdlite.elastic.forming import Forming, form_of_living, retire
 from hvdlite.elastic.gathering import Gathering
-from hvdlite.errors import SettingsError
+from hvdlite.engine import Engine
+from hvdlite.engine.supervisor import Build
+from hvdlite.errors import HorovodInternalError, SettingsError
 from hvdlite.transport.mpi import has_ended
+from hvdlite.world.world import create_at_once
 
 _log = logging.getLogger("hvdlite")
 
@@ -52,18 +54,15 @@ def check(settings: Settings, processes: int) -> None:
 
 
 class Pool:
-    """The ranks of a job and its spares.
+    """The ranks of a job and its spares; without a spare it forms worlds of the ranks that live.
 
     Args:
         comm: Over all of them, the spares last; the pool takes it over.
 
-    Without a spare, it forms worlds without the ranks that have died.
-
     Attributes:
         place: This process's number at the start, and how many there were, spares included.
         places: The numbers of the ranks at the start.
-        is_member: Whether this process is a rank.
-        world: The communicator of the ranks; None on a spare.
+        world: The communicator of the ranks; None on a spare, and before the first `form`.
     """
 
     def __init__(self, MPI: Any, comm: Any, spares: int) -> None:  # noqa: N803
@@ -73,13 +72,20 @@ class Pool:
         self._members = list(range(self._size))
         # Communicators before the last `form`, which nobody uses any more.
         self._old: list[Any] = []
-        self._messages: list[Any] = []
         self.place = int(comm.rank), int(comm.size)
         self.places = list(self._members)
-        self.is_member = comm.rank < self._size
-        world = comm.Split(0 if self.is_member else MPI.UNDEFINED, key=comm.rank)
-        self.world: Any = world if self.is_member else None
+        self.world: Any = None
         self._tags = 0
+
+    @property
+    def is_member(self) -> bool:
+        """Return whether this process is a rank."""
+        return self._all.comm.rank in self._members
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number in the last world, or at first in the next."""
+        return self._members.index(self._all.comm.rank)
 
     def reserve_tags(self, count: int) -> int:
         """Reserve tags for messages on `world`; return the first, the same on all its ranks.
@@ -90,95 +96,104 @@ class Pool:
         self._tags = first + count
         return first
 
-    def wait(self) -> None:
-        """Wait, without using a core, until the ranks bring this spare in.
+    def form(self, message: Any, build: Build, grow: bool) -> tuple[Engine, list[Any]]:
+        """Form the world of the ranks that live and of spares in the places of the others.
+
+        All ranks that live call it, and the spares, which wait in it, without using a core, until
+        they are ranks. Ranks keep their order, and the new ones follow.
+
+        Args:
+            message: For the other ranks; None from those that have been spares.
+            build: Makes the engine of the world.
+            grow: Whether spares may come in; all ranks have to say so.
+
+        Returns:
+            The engine, and the messages of the ranks by their new numbers.
 
         Raises:
-            SystemExit: The job has ended.
+            SystemExit: The job has ended, or all ranks that were no spares have died, so nobody has
+                the state.
+            HorovodInternalError: The ranks cannot communicate.
+            ValueError: As ``build``.
         """
-        waiting = set(self._members)
-        ended = set[int]()
+        while True:
+            if self.is_member:
+                self._all.send(_COME, ranks=self._spares())
+            else:
+                self._wait()
+            try:
+                if formed := self._form(message, build, grow):
+                    return formed
+            except HorovodInternalError as error:
+                if isinstance(error.__cause__, ValueError):  # of a setting or an argument
+                    raise error.__cause__ from None
+                raise
+
+    def _wait(self) -> None:
+        """Wait until the ranks form a world."""
+        waiting, ended = set(self._members), set[int]()
         while waiting:
             called = False
             for rank in list(waiting):
                 called |= self._all.receive(rank, _COME) is not None
                 if self._all.receive(rank, _END):
                     ended.add(rank)
-            waiting -= {*ended, *self._all.dead}
             if called:
-                self.form(None)
-                if self.is_member:
-                    return
-                waiting = set(self._members)
+                return
+            waiting -= {*ended, *self._all.dead}
             time.sleep(_PAUSE)
-        if ended:
-            raise SystemExit(0)
-        raise SystemExit(_ALL_DIED)
+        raise SystemExit(0 if ended else _ALL_DIED)
 
-    def form(self, message: Any, old: Sequence[Any] = (), grow: bool = True) -> bool:
-        """Form the world of the ranks that live and of spares in the places of the others.
-
-        All ranks that live call it, and the spares with them. Ranks keep their order, and the new
-        ones follow. `take_messages` returns the messages that they have passed.
-
-        Args:
-            message: For the other ranks; None from those that were spares.
-            old: Communicators that nobody uses any more, to be freed in time.
-            grow: Whether spares may come in; all ranks have to say so.
-
-        Returns:
-            Whether any process of the pool has died since the last call.
-
-        Raises:
-            SystemExit: All ranks that were no spares have died, so nobody has the state.
-            HorovodInternalError: They cannot communicate.
-        """
-        if self.is_member:
-            self._all.send(_COME, ranks=self._spares())
+    def _form(self, message: Any, build: Build, grow: bool) -> tuple[Engine, list[Any]] | None:
+        """Form a world together with the rest of the pool; return None if this is a spare still."""
         comm = self._all.comm
-        old = [*old, comm, *([self.world] if self.world is not None else [])]
+        old = [comm, *([self.world] if self.world is not None else [])]
 
-        def build(pool: Any, forming: Forming) -> Any:
+        def build_world(pool: Any, forming: Forming) -> Any:
             gathered = pool.allgather((self.is_member, message, grow, self.place[0]))
             living = [rank for rank, (is_member, *_) in enumerate(gathered) if is_member]
             spares = [rank for rank in range(pool.size) if rank not in living]
             missing = self._size - len(living) if all(grow for _, _, grow, _ in gathered) else 0
             members = living + spares[: max(missing, 0)]
+            messages = [gathered[rank][1] for rank in members]
+            if all(message is None for message in messages):
+                members = []
             is_in = pool.rank in members
             color = 0 if is_in else self._mpi.UNDEFINED
             world = forming.create(pool.Split, color, members.index(pool.rank) if is_in else 0)
-            return pool, world if is_in else None, members, gathered
+            if not is_in:
+                return pool, None, members, gathered, None
+            with forming.part(world) as inner:
+                engine = build(inner.create(world.Dup), inner.create)
+                inner.undo.append(engine.abandon)
+            return pool, world, members, gathered, (engine, messages)
 
-        pool, world, members, gathered = form_of_living(self._mpi, comm, build, old)
-        messages = [gathered[rank][1] for rank in members]
-        if all(message is None for message in messages):
+        if comm.size == 1:  # without another one to go on, whether MPI survives a death or not
+            self.world = self.world or comm.Dup()
+            return build(self.world.Dup(), create_at_once), [message]
+        formed: tuple[Engine, list[Any]] | None
+        pool, self.world, self._members, gathered, formed = form_of_living(
+            self._mpi, comm, build_world, old
+        )
+        if not self._members:
             raise SystemExit(_ALL_DIED)
-        new = sum(not gathered[rank][0] for rank in members)
-        if pool.rank == members[0] and new:
+        new = sum(not gathered[rank][0] for rank in self._members)
+        if pool.rank == self._members[0] and new:
             _log.warning(
                 "%s in: %d ranks",
                 "a spare comes" if new == 1 else f"{new} spares come",
-                len(members),
+                len(self._members),
             )
         self._all.move(pool)
-        self._members, self._tags = members, 0
-        self.is_member, self.world = world is not None, world
-        self._messages, self.places = messages, [gathered[rank][3] for rank in members]
-        self._retire(old)
-        return bool(pool.size < comm.size)
+        self._tags = 0
+        self.places = [gathered[rank][3] for rank in self._members]
+        self._old = retire(self._mpi, self._old, old)
+        return formed
 
     def lacks(self, ranks: int) -> bool:
         """Return whether ranks are missing that have died since the last call, or have spares."""
         most = min(self._size, self._all.comm.size)
         return bool(ranks < max(len(self._members), most))
-
-    def take_messages(self) -> list[Any]:
-        """Return what the ranks have passed to `form`, by rank in the new world.
-
-        None: from those that were spares. Empty: `form` has not been called since the last time.
-        """
-        messages, self._messages = self._messages, []
-        return messages
 
     def end(self) -> None:
         """Tell the spares that this rank has come to its end; a spare tells nobody."""
@@ -192,13 +207,6 @@ class Pool:
         while requests and time.monotonic() < deadline:
             requests = [request for request in requests if not has_ended(self._mpi, request)]
             time.sleep(1e-3)
-
-    def _retire(self, old: list[Any]) -> None:
-        """Free the communicators of the last call, and note others; see `Recovery._retire`."""
-        old, self._old = self._old, [comm for comm in old if comm != self._mpi.COMM_NULL]
-        for comm in old:
-            with suppress(self._mpi.Exception):
-                comm.Free()
 
     def _spares(self) -> list[int]:
         return [rank for rank in self._all.others if rank not in self._members]

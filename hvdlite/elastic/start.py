@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from hvdlite.base.settings import Settings
 from hvdlite.elastic import spares
-from hvdlite.elastic.forming import Forming, require_survival
+from hvdlite.elastic.forming import require_survival
 from hvdlite.elastic.recovery import Recovery
 from hvdlite.elastic.spares import Pool
 from hvdlite.engine import Engine
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.engine.supervisor import Build
-from hvdlite.errors import HorovodInternalError
 from hvdlite.observe import status
 from hvdlite.world import mpi, world
 from hvdlite.world.world import World
@@ -82,73 +81,27 @@ class Start(Recovery):
         self._again = again
         self.reports: list[Any] = []
 
-    def select(self, MPI: Any, comm: Any, settings: Settings) -> Any:  # noqa: N803
-        global _pool, _asked, _holders
-        if self._again:
-            assert _pool is not None
-            _pool.form(self._message)
-            return _pool.world
-        if comm == MPI.COMM_WORLD:
-            comm = None
-        if _pool is not None and comm is not None and comm not in (_asked, _pool.world):
-            if settings.spares:
-                raise ValueError(
-                    f"rank {_pool.world.rank}: comm={comm!r} is not what init() got first "
-                    f"({_asked!r}), and spares wait for those ranks; give the same, or use no "
-                    "spares"
-                )
-            _pool = None  # the script has others in mind
-        if _pool is None:
-            _asked = comm
-            processes = world.choose(MPI, comm)
-            spares.check(settings, processes.size)
-            _pool = Pool(MPI, processes, settings.spares)
-            if settings.spares:
-                atexit.register(_pool.end)
-            if not _pool.is_member:
-                mpi.leave_unfinalized()
-                status.note_start()
-                _pool.wait()
-                _holders = []
-        if _holders is None:
-            sets = [each.ranks for each in self.process_sets]
-            self._message = Message(None, _pool.world.rank, sets)
-        return _pool.world
-
-    def form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
-        assert _pool is not None
-        engine = super().form(MPI, comm, build) if comm.size == 1 else self._form(MPI, comm, build)
-        messages: list[Message | None] = _pool.take_messages()
+    def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
+        global _holders
+        pool = _pool if self._again else _find_pool(MPI, comm, settings)
+        assert pool is not None
+        if pool.place[1] > 1:
+            mpi.leave_unfinalized()
+            status.note_start()
+        if not pool.is_member:
+            _holders = []
+        if not self._again and _holders is None:
+            self._message = Message(None, pool.rank, [each.ranks for each in self.process_sets])
+        before = len(pool.places)
+        engine, messages = pool.form(self._message, build, grow=self._again or _holders is not None)
         if _holders is not None:
             _holders[:] = [rank for rank, message in enumerate(messages) if message]
-        if messages:
+        if [message and message.rank for message in messages] != [*range(before)]:
             self.process_sets = [*_with_ranks(self.process_sets, messages)]
         self.reports = [message and message.report for message in messages]
+        self._places = pool.places
+        self.place = pool.place
         return engine
-
-    def _form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
-        """Form the world; if a rank dies meanwhile, the others form another one."""
-        assert _pool is not None
-        require_survival(MPI, comm)
-        mpi.leave_unfinalized()
-        status.note_start()
-        while True:
-            made: list[Any] = []
-            engine = None
-            with Forming(MPI, _pool.world, made) as forming:
-                engine = build(forming.create(_pool.world.Dup), forming.create)
-            if forming.failure is None and engine is not None:
-                return engine
-            if engine is not None:
-                engine.abandon()
-            is_again = self._message is None or self._message.report is not None
-            if not _pool.form(self._message, made, grow=is_again):
-                if isinstance(forming.failure, ValueError):  # of a setting or an argument
-                    raise forming.failure
-                raise HorovodInternalError(
-                    f"rank {_pool.world.rank}: the ranks cannot communicate, although none has "
-                    f"died ({forming.failure}); see what each of them says, and start the job again"
-                ) from forming.failure
 
     def watch(
         self,
@@ -157,17 +110,39 @@ class Start(Recovery):
         settings: Settings,
         enter: Callable[[World], object],
     ) -> None:
-        assert _pool is not None
         if whole.comm.size > 1:
             super().watch(MPI, whole, settings, enter)
-            self._places = _pool.places
-        self.place = _pool.place
 
     def begin(self, engine: Engine) -> None:
         """Refuse operations on a spare until `take_holders` is called."""
         if _holders is not None:
             for lane in engine.lanes:
                 lane.refuse(_NO_STATE)
+
+
+def _find_pool(MPI: Any, comm: Any, settings: Settings) -> Pool:  # noqa: N803
+    """Return the pool, with the ranks for which `init` asks, and the spares."""
+    global _pool, _asked
+    if comm == MPI.COMM_WORLD:
+        comm = None
+    if _pool is not None and comm is not None and comm not in (_asked, _pool.world):
+        if settings.spares:
+            raise ValueError(
+                f"rank {_pool.rank}: comm={comm!r} is not what init() got first "
+                f"({_asked!r}), and spares wait for those ranks; give the same, or use no "
+                "spares"
+            )
+        _pool = None  # the script has others in mind
+    if _pool is None:
+        _asked = comm
+        processes = world.choose(MPI, comm)
+        spares.check(settings, processes.size)
+        if processes.size > 1:
+            require_survival(MPI, processes)
+        _pool = Pool(MPI, processes, settings.spares)
+        if settings.spares:
+            atexit.register(_pool.end)
+    return _pool
 
 
 def _with_ranks(

@@ -6,14 +6,15 @@ import abc
 import copy
 import enum
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import collectives
-from hvdlite.base.reduction import Max
+from hvdlite.base.reduction import Max, ReduceOp
 from hvdlite.elastic import resizing, start
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.recipe.variables import broadcast_arrays
 from hvdlite.world import parts, world
@@ -230,30 +231,36 @@ class CapturingHandler(StateHandler):
 
 
 class VariablesHandler(CapturingHandler):
-    """Handles an object's variables, which have ``numpy()`` and ``assign()``."""
+    """Handles an object's variables, which have ``numpy()`` and ``assign()``.
 
-    @abc.abstractmethod
-    def variables(self) -> Sequence[Any]:
-        """Return the variables that are saved and restored."""
+    Args:
+        variables: Returns those of the object that are saved and restored.
+        shared: Returns those that `sync` gives to all ranks; None: all.
+    """
 
-    def shared(self) -> Sequence[Any]:
-        """Return the variables that `sync` gives to all ranks; by default all."""
-        return self.variables()
+    def __init__(
+        self,
+        value: Any,
+        variables: Callable[[Any], Sequence[Any]],
+        shared: Callable[[Any], Sequence[Any]] | None = None,
+    ) -> None:
+        self._variables, self._shared = variables, shared or variables
+        super().__init__(value)
 
     def save(self) -> None:
         # With their variables, since others may be made later.
-        self._kept = [(each, np.array(each.numpy())) for each in self.variables()]
+        self._kept = [(each, np.array(each.numpy())) for each in self._variables(self.value)]
 
     def restore(self) -> None:
         for variable, value in self._kept:
             variable.assign(value)
 
     def capture(self) -> list[Any]:
-        return [np.array(variable.numpy()) for variable in self.shared()]
+        return [np.array(variable.numpy()) for variable in self._shared(self.value)]
 
     def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
         """Assign the values."""
-        variables = self.shared()
+        variables = self._shared(self.value)
         # Of the values: a variable of TensorFlow may be of any shape.
         shapes = [np.shape(variable.numpy()) for variable in variables]
         if shapes != [array.shape for array in captured]:
@@ -266,12 +273,52 @@ class VariablesHandler(CapturingHandler):
             variable.assign(array)
 
     def sync(self) -> None:
-        variables = self.shared()
+        variables = self._shared(self.value)
         names = [getattr(each, "path", None) or each.name for each in variables]
         arrays = [np.asarray(variable.numpy()) for variable in variables]
         values = broadcast_arrays(names, arrays, 0, "elastic.variables")
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
+
+
+class ExchangeHandler(CapturingHandler):
+    """Handles what exchanges of gradients remember: residuals, the steps of a schedule.
+
+    Args:
+        find: Returns, by key, the object's exchange states, each with its reduction and its process
+            set. It makes those of the keys that it gets, if it can.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        find: Callable[[Any, Iterable[Any]], Mapping[Any, tuple[Any, ReduceOp, ProcessSet]]],
+    ) -> None:
+        self._find = find
+        super().__init__(value)
+
+    def capture(self) -> Any:
+        return self._ask("state_dict")
+
+    def capture_common(self) -> Any:
+        return self._ask("common_state_dict")
+
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        for key, (state, op, process_set) in self._find(self.value, captured).items():
+            if key in captured:
+                state.load_state_dict(captured[key], op, process_set, is_own)
+
+    def restore(self) -> None:
+        # A state that has been made since begins again.
+        found = self._find(self.value, ())
+        self.apply({key: self._saved.get(key, {}) for key in found}, is_own=True)
+
+    def gather(self) -> None:
+        self._ask("consolidate")
+
+    def _ask(self, method: str) -> dict[Any, Any]:
+        found = self._find(self.value, ()).items()
+        return {key: getattr(state, method)(where) for key, (state, _, where) in found}
 
 
 class ObjectState(State):

@@ -29,35 +29,28 @@ class Description:
     """An operation as the other ranks see it."""
 
     name: str
+    key: str
+    title: str
     digest: bytes
     payload: bytes
     failure: str | None = None
     waited: float = 0.0  # seconds since it was submitted
-    key: str = ""  # of the operation; empty: its name
     stands_in: bool = False  # whether ranks that have joined can take part in it
     stall_exempt: bool = False  # whether it may wait without limit
-    title: str = ""  # for messages; empty: its name
     place: bytes = b""  # of the call that it is of, if that has no name
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A rank's work beside the operations of a lane."""
-
-    elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
-    waited: float = 0.0  # the seconds since the oldest of them was submitted
-    last: str = ""  # the operation of this lane that has ended last; empty: none has
-    steps: int = 0  # the optimizer's steps that it has made
-
-
-@dataclass(frozen=True)
 class Pending:
-    """The pending operations of one rank, oldest first."""
+    """The pending operations of one rank, oldest first, and its other work."""
 
     descriptions: tuple[Description, ...]
     closing: bool = False
     joined: bool = False  # whether the rank has no more data of its own
-    progress: Progress = Progress()
+    elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
+    waited: float = 0.0  # the seconds since the oldest of them was submitted
+    last: str = ""  # the operation of this lane that has ended last; empty: none has
+    steps: int = 0  # the optimizer's steps that it has made
 
 
 @dataclass
@@ -102,32 +95,39 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
             wait forever.
     """
     tables = {
-        rank: {entry.key or entry.name: entry for entry in each.descriptions}
-        for rank, each in pending.items()
+        rank: {entry.key: entry for entry in each.descriptions} for rank, each in pending.items()
     }
     decision = Decision(closing=[rank for rank, each in pending.items() if each.closing])
     joined = {rank for rank, each in pending.items() if each.joined}
     waiting: dict[str, list[int]] = {}
-    elsewhere = max(each.progress.waited for each in pending.values())
-    if max(_longest_wait(tables, joined), elsewhere) > give_up_after:
-        give_up_after /= 2
     # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
-    for key in dict.fromkeys(key for table in tables.values() for key in table):
+    missing = {
+        key: [rank for rank, table in tables.items() if key not in table]
+        for key in dict.fromkeys(key for table in tables.values() for key in table)
+    }
+    # A join itself waits for ranks that have not joined; no other operation waits for ranks that
+    # have.
+    substituted = {key for key, ranks in missing.items() if ranks and joined.issuperset(ranks)}
+    waits_here = [
+        entry.waited
+        for table in tables.values()
+        for key, entry in table.items()
+        if missing[key] and key not in substituted and not entry.stall_exempt
+    ]
+    if max(*waits_here, *(each.waited for each in pending.values()), 0) > give_up_after:
+        give_up_after /= 2
+    for key, ranks in missing.items():
         entries = {rank: table[key] for rank, table in tables.items() if key in table}
-        missing = [rank for rank in tables if rank not in entries]
-        # A join itself waits for ranks that have not joined; no other operation waits for ranks
-        # that have.
-        substituted = bool(missing) and joined.issuperset(missing)
-        why = _failure(entries, missing, pending, give_up_after, substituted)
+        why = _failure(entries, ranks, pending, give_up_after, key in substituted)
         if why is not None:
             decision.failed[key] = why
-        elif missing and not substituted:
-            waiting[key] = missing
+        elif ranks and key not in substituted:
+            waiting[key] = ranks
         elif len({entry.digest for entry in entries.values()}) > 1:
             decision.differing.append(key)
         else:
             decision.ready.append(key)
-            if substituted:
+            if ranks:
                 decision.substituted.append(key)
             if len({entry.place for entry in entries.values()}) > 1:
                 decision.parted.append(key)
@@ -139,20 +139,6 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     return decision
 
 
-def _longest_wait(tables: Mapping[int, Mapping[str, Description]], joined: set[int]) -> float:
-    """Return how long an operation has waited for ranks that may still submit it."""
-    awaited = [table for rank, table in tables.items() if rank not in joined]
-    return max(
-        (
-            entry.waited
-            for table in tables.values()
-            for key, entry in table.items()
-            if not entry.stall_exempt and any(key not in other for other in awaited)
-        ),
-        default=0.0,
-    )
-
-
 def _failure(
     entries: Mapping[int, Description],
     missing: Sequence[int],
@@ -161,7 +147,7 @@ def _failure(
     substituted: bool,
 ) -> str | None:
     """Return why an operation can never run; None if it can."""
-    name = _title(next(iter(entries.values())))
+    name = next(iter(entries.values())).title
     failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     if substituted:
         if not all(entry.stands_in for entry in entries.values()):
@@ -191,16 +177,15 @@ def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, li
     """Return the titles of operations for which ranks wait, in this lane and in others."""
     if not ranks:
         return {}
-    keys = [{entry.key or entry.name for entry in each.descriptions} for each in pending.values()]
-    common = set.intersection(*keys)
+    common = set.intersection(*({e.key for e in each.descriptions} for each in pending.values()))
     return {
         rank: [
             *(
-                _title(entry)
+                entry.title
                 for entry in pending[rank].descriptions
-                if (entry.key or entry.name) not in common and not entry.stall_exempt
+                if entry.key not in common and not entry.stall_exempt
             ),
-            *pending[rank].progress.elsewhere,
+            *pending[rank].elsewhere,
         ]
         for rank in ranks
     }
@@ -215,15 +200,15 @@ def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
             now = f"in {waits[0]}" + (f" and {len(waits) - 1} more" if waits[1:] else "")
         else:
             now = "at its end" if each.closing else "in no operation of hvdlite"
-        done = f"{each.progress.last!r}" if each.progress.last else ""
-        done = f"{each.progress.steps} steps" if each.progress.steps else done
+        done = f"{each.last!r}" if each.last else ""
+        done = f"{each.steps} steps" if each.steps else done
         found[now, done].append(rank)
     texts = []
     for (now, done), members in found.items():
         verb = "is" if len(members) == 1 else "are"
         texts.append(f"{ranks_text(members)} {verb} {now}" + (f", after {done}" if done else ""))
-    most = max(each.progress.steps for each in pending.values())
-    if any(pending[rank].progress.steps < most for rank in ranks):
+    most = max(each.steps for each in pending.values())
+    if any(pending[rank].steps < most for rank in ranks):
         texts.append(f"others have made {most} steps")
     return "; ".join(texts)
 
@@ -369,13 +354,9 @@ def _sort_waiting(
             decision.clashing.append(keys)
         elif not any(tables[rank][key].stall_exempt for rank, key in keys.items()):
             for key in dict.fromkeys(keys.values()):
-                title = _title(next(table[key] for table in tables.values() if key in table))
+                title = next(table[key].title for table in tables.values() if key in table)
                 label = repr(key) if title in decision.missing else title
                 decision.missing[label] = waiting[key]
-
-
-def _title(entry: Description) -> str:
-    return entry.title or repr(entry.name)
 
 
 def explain(

@@ -15,6 +15,7 @@ import linecache
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -271,18 +272,22 @@ def _name_thread() -> str:
 
 
 def _remember(key: list[Any]) -> Place:
+    codes, lines, source = list[CodeType](), list[Line](), ""
+    for frame, number in traceback.walk_stack(sys._getframe(2)):
+        code = frame.f_code
+        if id(code) not in key[1::2] or len(codes) == _DEPTH:
+            continue
+        first, last, begin, end = _position(code, frame.f_lasti) or [None] * 4
+        # Without its folder, which may differ between hosts.
+        lines.append(Line(os.path.basename(code.co_filename), first or number, begin))
+        if not codes and first and last and begin is not None:
+            source = _source(code.co_filename, range(first, last + 1), begin, end)
+        codes.append(code)
+    place = _place(tuple(lines), key[0], source)
     if len(_places) >= _MAX_PLACES:  # `exec`, perhaps, which makes new code each time
         _places.clear()
         _is_left_out.clear()
-    codes: dict[int, CodeType] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        codes[id(frame.f_code)] = frame.f_code
-        frame = frame.f_back
-    kept = [codes[number] for number in key[1::2]]
-    lines = tuple(map(_line, kept, key[2::2]))
-    place = _place(lines, key[0], _source(kept[0], key[2]) if kept else "")
-    _places[tuple(key)] = place, kept
+    _places[tuple(key)] = place, codes
     return place
 
 
@@ -295,28 +300,15 @@ def _place(lines: tuple[Line, ...], thread: str, source: str) -> Place:
     return Place(digest, lines, thread, source)
 
 
-def _line(code: CodeType, at: int) -> Line:
-    """Return the line of an instruction; folders may differ between hosts."""
-    name = os.path.basename(code.co_filename)
-    if (position := _position(code, at)) is not None:
-        return Line(name, position[0] or code.co_firstlineno, position[2])
-    starts = [(start, line) for start, _, line in code.co_lines() if start <= at and line]
-    return Line(name, starts[-1][1] if starts else code.co_firstlineno, None)
-
-
 def _position(code: CodeType, at: int) -> Sequence[int | None] | None:
     """Return first and last line, first and last column; None before Python 3.11."""
     positions = getattr(code, "co_positions", None)
     return positions and next(itertools.islice(positions(), at // 2, None))
 
 
-def _source(code: CodeType, at: int) -> str:
+def _source(file: str, numbers: Iterable[int], begin: int, end: int | None) -> str:
     """Return the text of a call, as far as it can be had."""
-    first, last, begin, end = _position(code, at) or [None] * 4
-    if first is None or last is None or begin is None or end is None:
-        return ""
-    numbers = range(first, last + 1)
-    lines = [linecache.getline(code.co_filename, number).encode() for number in numbers]
+    lines = [linecache.getline(file, number).encode() for number in numbers]
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][begin:]
     return b"".join(line.strip() for line in lines).decode(errors="replace")

@@ -91,6 +91,7 @@ class DeviceArray:
         return DeviceArray(tensor, shape, self.dtype, self.memory)
 
 
+@dataclass(eq=False)
 class DeviceResult:
     """The result of a device operation's handle, which the device may still have to compute.
 
@@ -98,19 +99,11 @@ class DeviceResult:
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
     """
 
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        work: Work,
-        memory: DeviceMemory,
-        tensors: Sequence[Any],
-        value: Any,
-    ) -> None:
-        self._transport = transport
-        self._work = work
-        self._memory = memory
-        self._tensors = tensors
-        self._value = value
+    transport: DeviceTransport
+    work: Work
+    memory: DeviceMemory
+    tensors: Sequence[Any]
+    value: Any
 
     def take(self) -> Any:
         """Make the current stream's later work wait for the result, and return it.
@@ -121,12 +114,12 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        self._transport.check()
-        self._work.wait_on(self._memory.stream())
-        for tensor in self._tensors:
-            self._memory.keep(tensor)
-        self._tensors = ()
-        return self._value
+        self.transport.check()
+        self.work.wait_on(self.memory.stream())
+        for tensor in self.tensors:
+            self.memory.keep(tensor)
+        self.tensors = ()
+        return self.value
 
     def done(self) -> bool:
         """Return whether the device has finished it.
@@ -134,7 +127,7 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        return self._work.done()
+        return self.work.done()
 
 
 class DeviceExecutor:

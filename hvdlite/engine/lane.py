@@ -64,7 +64,6 @@ class Lane:
         carrier: What carries the lane's bytes, in reports: the title of its transport.
         operations: The operations in flight by key; read only.
         failure: Why rounds cannot go on; None: they can.
-        guard: Of the rounds; see `Supervisor.guard`.
         is_released: Whether the transport has been closed with the lane.
         all_lanes: Returns the lanes of this rank, those of process sets included.
     """
@@ -115,7 +114,7 @@ class Lane:
         self._broken = False
         self.failure: str | None = None
         self.is_released = False
-        self.guard: Any = supervisor.guard(self)
+        self._run_round = supervisor.guard(self)
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
         self._thread.start()
         workers.add(self)
@@ -222,7 +221,7 @@ class Lane:
                     "handler that has waited for an exchange of data to end"
                 )
             return
-        run = self.guard.run
+        run = self._run_round
         try:
             while not (handle.finished if handle is not None else self._rests()):
                 if deferred and is_due():

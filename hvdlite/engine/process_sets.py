@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hvdlite.base.interrupts import deferred, leave
@@ -178,11 +179,9 @@ class ProcessSets:
             suffix = f" of process set {number}"
             return Engine(self._mpi, part, self._global.settings, suffix, self._supervisor)
 
-        def enter(ids: Sequence[int], engine: Engine | None) -> None:
-            self._enter(process_set, number, ids, engine)
-
         try:
-            self._supervisor.form_part(f"process set {number}", ids, self._whole, make, enter)
+            enter = partial(self._enter, process_set, number)
+            self._supervisor.form_part(ids, self._whole, make, enter)
         finally:
             if deferred:
                 leave()

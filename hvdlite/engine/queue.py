@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hvdlite.engine.agreement import Description, Pending, Progress
+from hvdlite.engine.agreement import Description, Pending
 from hvdlite.engine.memory import MemoryInUse, MemoryInUseError
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import HorovodInternalError
@@ -151,21 +151,21 @@ class Queue:
             descriptions = tuple(
                 Description(
                     operation.name,
+                    operation.key,
+                    operation.title,
                     operation.signature.digest,
                     operation.payload,
                     operation.failure,
                     now - operation.submitted,
-                    operation.key,
                     operation.stands_in,
                     operation.stall_exempt,
-                    operation.title,
                     b"" if operation.call is None else operation.call.agreed,
                 )
                 for operation in self.operations.values()
             )
             joined = any(operation.joins for operation in self.operations.values())
-            done = Progress(tuple(elsewhere), waited, self.last, status.steps())
-            return Pending(descriptions, self.closing, joined, done)
+            done = tuple(elsewhere), waited, self.last, status.steps()
+            return Pending(descriptions, self.closing, joined, *done)
 
     def pending(self) -> list[tuple[str, str, float]]:
         """Return name, title and the seconds since the submission of each operation."""

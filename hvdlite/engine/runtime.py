@@ -192,7 +192,7 @@ def start(
         in_charge.watch(MPI, whole, values, _enter)
         return Engine(MPI, whole, values, supervisor=in_charge)
 
-    _engine = in_charge.form(MPI, in_charge.select(MPI, comm, values), build)
+    _engine = in_charge.form(MPI, comm, values, build)
     whole, _run = _engine.world, run
     interrupts.install()
     status.install(_pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from hvdlite.base.interrupts import Interrupted, deferred, is_due, run_overdue
 from hvdlite.base.settings import Settings
@@ -17,6 +18,7 @@ _log = logging.getLogger("hvdlite")
 _LOOK_SECONDS = 0.5
 
 
+@dataclass(eq=False)
 class StallInspector:
     """Decides when a lane that waits for other ranks reports a stall, and when it gives up.
 
@@ -29,25 +31,15 @@ class StallInspector:
         look: Called now and then in a wait that has lasted for a while.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        describe: Callable[[], str],
-        absent: Callable[[], list[int] | None] = lambda: None,
-        exempt: Callable[[], bool] = lambda: False,
-        resumable: Callable[[], bool] = lambda: False,
-        supervise: Callable[[], object] = lambda: None,
-        look: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._settings = settings
-        self._describe = describe
-        self._absent = absent
-        self._exempt = exempt
-        self._resumable = resumable
-        self._supervise = supervise
-        self._look = look
-        self._reported = 0.0
-        self._abandoned = threading.Event()
+    settings: Settings
+    describe: Callable[[], str]
+    absent: Callable[[], list[int] | None] = lambda: None
+    exempt: Callable[[], bool] = lambda: False
+    resumable: Callable[[], bool] = lambda: False
+    supervise: Callable[[], object] = lambda: None
+    look: Callable[[], object] = lambda: None
+    _reported: float = field(default=0.0, init=False)
+    _abandoned: threading.Event = field(default_factory=threading.Event, init=False)
 
     def abandon(self) -> None:
         """End every wait, now and later."""
@@ -64,36 +56,36 @@ class StallInspector:
             Interrupted: A signal handler is to run, and the wait is resumable.
         """
         if deferred and is_due():
-            if self._resumable():
+            if self.resumable():
                 raise Interrupted
             run_overdue()
-        self._supervise()
+        self.supervise()
         if elapsed > _LOOK_SECONDS:
-            self._look()
+            self.look()
         if elapsed < self._reported:
             self._reported = 0.0
         if self._abandoned.is_set():
             raise HorovodInternalError(
-                f"shut down while waiting for other ranks in {self._describe()}; run the "
+                f"shut down while waiting for other ranks in {self.describe()}; run the "
                 "same steps on all ranks before hvd.shutdown()"
             )
-        limit = self._settings.stall_shutdown_time_seconds
-        if limit and elapsed > limit and not self._exempt():
+        limit = self.settings.stall_shutdown_time_seconds
+        if limit and elapsed > limit and not self.exempt():
             status.ask_launcher()  # while they still hang
             raise HorovodInternalError(
-                f"waited {elapsed:.0f} s for {_ranks(self._absent())} in {self._describe()}; a "
+                f"waited {elapsed:.0f} s for {_ranks(self.absent())} in {self.describe()}; a "
                 f"rank has ended, hangs, or runs different steps; {LIKELY}"
             )
-        due = elapsed - self._reported >= self._settings.stall_check_time_seconds
-        if due and not self._settings.stall_check_disable and not self._exempt():
+        due = elapsed - self._reported >= self.settings.stall_check_time_seconds
+        if due and not self.settings.stall_check_disable and not self.exempt():
             self._reported = elapsed
-            absent = self._absent()
+            absent = self.absent()
             if absent != []:  # else they have come meanwhile
                 _log.warning(
                     "waited %.0f s for %s in %s; %s",
                     elapsed,
                     _ranks(absent),
-                    self._describe(),
+                    self.describe(),
                     LIKELY,
                 )
 

@@ -44,19 +44,11 @@ class Supervisor:
     process_sets: Sequence[ProcessSet] = ()
     place: tuple[int, int]
 
-    def select(self, MPI: Any, comm: Any, settings: Settings) -> Any:  # noqa: N803
-        """Return the ranks that `form` makes a world of, once this process is one of them.
+    def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
+        """Form a world, and return its engine, once this process is a rank; collective.
 
         Args:
             comm: As for ``init()``.
-        """
-        return comm
-
-    def form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
-        """Form a world, and return its engine; collective.
-
-        Args:
-            comm: What `select` has returned.
             build: Called with a communicator of hvdlite's own.
         """
         return build(world.choose(MPI, comm), world.create_at_once)
@@ -84,16 +76,15 @@ class Supervisor:
     def remove(self, engine: Engine) -> None:
         """Stop supervising an engine, whose communicators are about to be freed."""
 
-    def guard(self, lane: Lane) -> Any:
-        """Return the object whose ``run()`` runs a round of the lane."""
-        return lane.rounds
+    def guard(self, lane: Lane) -> Callable[[], object]:
+        """Return the function that runs a round of the lane."""
+        return lane.rounds.run
 
     def check(self) -> None:
         """Raise, to end a wait of this rank, if it has to take part in a recovery."""
 
     def form_part(
         self,
-        name: str,
         ids: Sequence[int],
         of: World,
         make: Callable[[World], Engine],
@@ -102,7 +93,7 @@ class Supervisor:
         """Form the world of a process set; all ranks call it, members or not.
 
         Args:
-            name: Name of the set, unique in this world.
+            ids: Of its ranks; no other set of all ranks has the same.
             make: Makes the set's engine in the set's world.
             enter: Called with the ids and the engine; None on a rank outside the set.
 

@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,20 +38,21 @@ class Moment(NamedTuple):
 
     name: str
     array: Any
-    write: Callable[[Any], None]
+    write: Callable[[Any], object]
 
 
-class Weights(Protocol):
-    """The weights of a model, by parameter index."""
+class Weights(NamedTuple):
+    """The weights of a model, by parameter index.
 
-    def read(self, number: int) -> Any:
-        """Return a weight as an array, which the caller neither changes nor keeps."""
+    Attributes:
+        read: Returns a weight as an array, which the caller neither changes nor keeps.
+        write: Replaces a weight by an array.
+        moments: Returns the optimizer's state of a weight, for schedules that average it.
+    """
 
-    def write(self, number: int, array: Any) -> None:
-        """Replace a weight."""
-
-    def moments(self, number: int) -> Sequence[Moment]:
-        """Return the optimizer's state of a weight, for schedules that average it."""
+    read: Callable[[int], Any]
+    write: Callable[[int, Any], object]
+    moments: Callable[[int], Sequence[Moment]]
 
 
 def check_unweighted(batch_size: Any) -> None:
@@ -99,7 +100,7 @@ class LocalSteps:
         self._key = object()
         self._outer = OuterOptimizer(*self.schedule.outer)
         self._state = StrategyState()
-        self._unwritten: deque[Callable[[], None]] = deque()  # the writes of the last exchange
+        self._unwritten: deque[Callable[[], object]] = deque()  # the writes of the last exchange
         # By engine: a new world starts with none, and those of the old one disappear with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[Any, GradientBuckets]] = WeakKeyDictionary()
         self._signature: Signature | None = None

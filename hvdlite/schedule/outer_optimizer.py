@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from hvdlite.base.reduction import is_floating
 
 
+@dataclass
 class OuterOptimizer:
     """SGD with Nesterov momentum that applies outer gradients to weights, by name.
 
@@ -22,12 +24,12 @@ class OuterOptimizer:
         buffers: the momentum, in float32 for 16-bit weights.
     """
 
-    def __init__(self, learning_rate: float, momentum: float) -> None:
-        self._learning_rate = learning_rate
-        self._momentum = momentum
-        self.anchors: dict[str, Any] = {}
-        self.buffers: dict[str, Any] = {}
-        self._spare: dict[str, Any] = {}  # arrays of former anchors, to be reused
+    learning_rate: float
+    momentum: float
+    anchors: dict[str, Any] = field(default_factory=dict, init=False)
+    buffers: dict[str, Any] = field(default_factory=dict, init=False)
+    # Arrays of former anchors, to be reused.
+    _spare: dict[str, Any] = field(default_factory=dict, init=False)
 
     def set_anchors(self, names: Sequence[str], read: Callable[[int], Any]) -> None:
         """Store weights, read by position, as anchors, all or none; those that have one keep it."""
@@ -56,14 +58,14 @@ class OuterOptimizer:
         anchor = self._spare[name] = self.anchors.pop(name)
         dtype = _wide(anchor.dtype)
         change = gradient.astype(dtype, copy=False)
-        if self._momentum:
+        if self.momentum:
             if name not in self.buffers:
                 self.buffers[name] = np.zeros(anchor.shape, dtype)
             buffer = self.buffers[name]
-            buffer *= self._momentum
+            buffer *= self.momentum
             buffer += change
-            change += np.multiply(buffer, self._momentum)
-        change *= self._learning_rate
+            change += np.multiply(buffer, self.momentum)
+        change *= self.learning_rate
         np.subtract(anchor, change, out=change)
         return change.astype(anchor.dtype, copy=False)
 

@@ -34,11 +34,12 @@ from hvdlite.compression import (
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.process_sets import ProcessSet
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError, MismatchError, NotFiniteError, ranks_text
 from hvdlite.gradients import replicas
 from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.gradients.metadata import check_weighted
+from hvdlite.gradients.options import Options
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
 from hvdlite.observe import status
@@ -51,7 +52,25 @@ from hvdlite.world import parts, world
 COPIES = 2
 
 #: What strategies remember of each virtual rank.
-States = dict[int, dict[str, dict[str, Any]]]
+States = dict[int, StrategyState]
+
+
+def refuse_options(options: Options, accumulates: bool = False) -> None:
+    """Refuse options of an optimizer that exclude virtual ranks.
+
+    Args:
+        accumulates: whether Keras accumulates the gradients of several calls.
+    """
+    refused = {
+        "op=hvd.Adasum": options.reduction.op is ReduceOp.ADASUM,
+        "backward_passes_per_step": options.passes > 1,
+        "gradient_accumulation_steps": accumulates,
+        "schedule": options.schedule is not None,
+        "process_set": options.process_set is not global_process_set,
+    }
+    for argument, is_given in refused.items():
+        if is_given:
+            parts.current.refuse(argument, "leave one of the two out")
 
 
 class Outcome(NamedTuple):
@@ -63,7 +82,8 @@ class Outcome(NamedTuple):
         averages: for each parameter its average; None: no virtual rank has a gradient of it.
         buffers: for each buffer its average; None: no virtual rank has changed it.
         axes: as in `Report`, of all virtual ranks.
-        exchanges, copies: as in `VirtualExchange`, after this one.
+        exchanges: as in `VirtualExchange`, after this one.
+        copies: what strategies remember after it of virtual ranks that others have played.
         refusal: why the averages are refused; None: they are not. Strategies have remembered what
             they sent all the same, so the exchange is complete.
     """
@@ -73,7 +93,7 @@ class Outcome(NamedTuple):
     buffers: Sequence[Any] = ()
     axes: Mapping[int, int] = MappingProxyType({})
     exchanges: int = 0
-    copies: Mapping[int, Any] = MappingProxyType({})
+    copies: Mapping[int, StrategyState] = MappingProxyType({})
     refusal: GradientError | None = None
 
 
@@ -84,8 +104,7 @@ class Report(NamedTuple):
         parts: the payloads of the buckets of each virtual rank whose part it has computed.
         axes: the number of sparse axes of each gradient that was sparse there, by number.
         exchanges: that it has taken part in.
-        held: the virtual ranks of which it has what strategies remember.
-        loaded: whether that was loaded from a checkpoint after its last exchange.
+        held, loaded: as in `VirtualExchange`.
         start: the digest of `VirtualExchange.start`.
         replica: the digest of its replica, or b"".
     """
@@ -120,9 +139,8 @@ class VirtualExchange(Operation):
         buckets: those of each virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
-        played: the virtual ranks whose parts this process had in the last exchange.
-        copies: as ``states``, of others: as they were after the last exchange.
-        loaded: whether they were loaded from a checkpoint since.
+        held: the virtual ranks of which this process has it as it was after the last exchange.
+        loaded: whether that was loaded from a checkpoint since.
         start: what else a step begins with, such as the values of buffers; the processes compare
             it in every step.
         steps: None: there is no schedule.
@@ -137,8 +155,6 @@ class VirtualExchange(Operation):
         reduction: Reduction,
         check: ReplicaCheck | None = None,
     ) -> None:
-        if reduction.op is ReduceOp.ADASUM:
-            raise ValueError("op=hvd.Adasum cannot be used with virtual ranks; use hvd.Average")
         check_op(strategy, reduction.op)
         super().__init__(label, Signature())
         self.parameters: tuple[Parameter, ...] = ()
@@ -149,13 +165,12 @@ class VirtualExchange(Operation):
         self.parts: dict[int, list[bytes]] = {}
         self.axes: dict[int, int] = {}
         self.buckets: dict[int, list[GradientBucket]] = {}  # used again in later steps
-        self.states: dict[int, StrategyState] = {}
-        self.copies: States = {}
+        self.states: States = {}
+        self.held: frozenset[int] = frozenset()
         self.exchanges = 0
         self.loaded = False
         self.start = Signature()
         self.check = check
-        self.played: frozenset[int] = frozenset()
         self._snapshot: Snapshot | None = None
         self.connect()
 
@@ -307,11 +322,10 @@ class VirtualExchange(Operation):
                 break
             # Others compute the parts that are missing.
         if outcome.added is None:
-            self.exchanges, self.copies = outcome.exchanges, dict(outcome.copies)
-            self.loaded = False
-            self.played = frozenset(self.parts)
-            self.states = {rank: self.states[rank] for rank in self.played}
-            self.buckets = {rank: self.buckets[rank] for rank in self.played}
+            self.exchanges, self.loaded = outcome.exchanges, False
+            self.states = {**outcome.copies, **{rank: self.states[rank] for rank in self.parts}}
+            self.held = frozenset(self.states)
+            self.buckets = {rank: self.buckets[rank] for rank in self.parts}
             self.parts.clear()
             if outcome.refusal is not None:
                 raise outcome.refusal
@@ -386,44 +400,55 @@ class VirtualExchange(Operation):
     def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
         holders = self.find_holders(reports)
-        wanted: list[dict[int, Any]] = [{} for _ in reports]
-        moves = False
-        for process, each in enumerate(reports):
-            for rank in each.parts:
-                if process not in holders[rank]:
-                    moves = True
-                    if holders[rank][0] == transport.rank:
-                        wanted[process][rank] = self.state_of(rank)
-                elif process == transport.rank and rank not in self.played:
-                    self.states[rank].load_state_dict(self.copies[rank])
-        if moves:
-            for rank, state in _exchange_states(transport, wanted).items():
-                self.states[rank].load_state_dict(state)
+        wanted = [
+            [rank for rank in each.parts if process not in holders[rank]]
+            for process, each in enumerate(reports)
+        ]
+        if any(wanted):
+            self.adopt(self.send_states(transport, holders, wanted))
 
     def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
-        """Send what strategies remember to the next processes; return what others have sent.
+        """Return copies of what strategies remember of the virtual ranks of other processes.
 
-        This is only done where ranks may die, and others go on.
+        They are only made where ranks may die, and others go on.
         """
-        keeps_copies = self._engine.supervisor.survives and transport.size > 1
-        if not (self.strategy.stateful and keeps_copies):
+        size = transport.size
+        if not (self.strategy.stateful and self._engine.supervisor.survives and size > 1):
             return {}
-        pieces: list[dict[int, Any]] = [{} for _ in range(transport.size)]
-        own = {rank: self.states[rank].state_dict() for rank in ranks.own}
-        for distance in range(1, min(COPIES + 1, transport.size)):
-            pieces[(transport.rank + distance) % transport.size] = own
-        return _exchange_states(transport, pieces)
+        holders = {rank: [n] for n, spoken in enumerate(ranks.spoken) for rank in spoken}
+        before = [range(process - min(COPIES, size - 1), process) for process in range(size)]
+        wanted = [[r for each in others for r in ranks.players[each]] for others in before]
+        return self.send_states(transport, holders, wanted)
 
-    @property
-    def held(self) -> frozenset[int]:
-        """Return the virtual ranks of which this process has what strategies remember."""
-        return self.played.union(self.copies)
+    def send_states(
+        self,
+        transport: Transport,
+        holders: Mapping[int, Sequence[int]],
+        wanted: Sequence[Iterable[int]],
+    ) -> States:
+        """Send each process the states that it wants, from their first holders; collective."""
+        own = {rank for rank, processes in holders.items() if processes[:1] == [transport.rank]}
+        sent = [tuple(rank for rank in ranks if rank in own) for ranks in wanted]
+        pickled = {
+            each: np.frombuffer(pickle.dumps({rank: self.states[rank] for rank in each}), np.uint8)
+            for each in {*sent}
+        }
+        messages = [pickled[each] for each in sent]
+        reports = transport.gather(pickle.dumps([message.size for message in messages]))
+        received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
+        transport.alltoall(messages, [as_bytes(each) for each in received])
+        return dict(itertools.chain(*(pickle.loads(each.tobytes()).items() for each in received)))
+
+    def adopt(self, states: Mapping[int, StrategyState]) -> None:
+        """Take on states, in place: buckets may have those of here."""
+        for rank, state in states.items():
+            self.states.setdefault(rank, StrategyState()).load_state_dict(state.state_dict())
 
     def gather_reports(self, transport: Transport) -> list[Report]:
         """Send this process's report, and return those of all; collective."""
         replica = b"" if self._snapshot is None else self._snapshot.digest
-        start, held = self.start.digest, self.held
-        own = Report(self.parts, self.axes, self.exchanges, held, self.loaded, start, replica)
+        start = self.start.digest
+        own = Report(self.parts, self.axes, self.exchanges, self.held, self.loaded, start, replica)
         return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
     def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
@@ -453,17 +478,13 @@ class VirtualExchange(Operation):
             "again from the last checkpoint (hvdliterun --restarts)"
         )
 
-    def state_of(self, rank: int) -> dict[str, dict[str, Any]]:
-        """Return what strategies remember of a virtual rank, as this process has reported it."""
-        return self.states[rank].state_dict() if rank in self.played else self.copies[rank]
-
     def state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
         """Return the step, and what the compression remembers of the virtual ranks played here."""
         virtual = {
             "size": self.size,
             "step": turns_of(self.size).step,
             "exchanges": self.exchanges,
-            "compression": {rank: self.state_of(rank) for rank in sorted(self.held)},
+            "compression": {rank: self.states[rank].state_dict() for rank in sorted(self.held)},
         }
         return {"virtual": virtual}
 
@@ -492,7 +513,7 @@ class VirtualExchange(Operation):
             return
         turns_of(self.size).begin_step(int(given["step"]))
         exchanges, size = int(given["exchanges"]), int(given["size"])
-        states: States = {}
+        states: dict[int, Any] = {}
         if given["compression"] is None:
             if self.exchanges == exchanges:
                 return
@@ -513,9 +534,12 @@ class VirtualExchange(Operation):
         self.parts.clear()
         self.exchanges = exchanges
         self.loaded = not is_own
-        self.states, self.played = {}, frozenset()
-        self.copies = states if exchanges else {}
         self.buckets.clear()
+        self.states = {}
+        self.held = frozenset(states if exchanges else ())
+        for rank in self.held:
+            self.states[rank] = StrategyState()
+            self.states[rank].load_state_dict(states[rank])
 
     def consolidate(self, process_set: ProcessSet) -> None:
         """Give every process what the compression remembers of all virtual ranks; collective.
@@ -527,7 +551,8 @@ class VirtualExchange(Operation):
         states: States = runtime.engine().run(
             "consolidate_exchange_state", None, lambda name: _Consolidation(name, self)
         )
-        self.copies = {r: state for r, state in states.items() if r not in self.played}
+        self.adopt({rank: state for rank, state in states.items() if rank not in self.held})
+        self.held = self.held.union(states)
 
 
 class _Consolidation(Operation):
@@ -544,19 +569,7 @@ class _Consolidation(Operation):
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
         """Return the states of all virtual ranks that any process has."""
         holders = self._owner.find_holders(self._owner.gather_reports(transport))
-        own = [rank for rank, processes in holders.items() if processes[:1] == [transport.rank]]
-        sent = {rank: self._owner.state_of(rank) for rank in own}
-        return _exchange_states(transport, [sent] * transport.size)
-
-
-def _exchange_states(transport: Transport, pieces: Sequence[States]) -> States:
-    """Send states to each process, and return those received from all; collective."""
-    pickled = {id(each): np.frombuffer(pickle.dumps(each), np.uint8) for each in pieces}
-    messages = [pickled[id(each)] for each in pieces]
-    reports = transport.gather(pickle.dumps([message.size for message in messages]))
-    received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
-    transport.alltoall(messages, [as_bytes(each) for each in received])
-    return dict(itertools.chain(*(pickle.loads(each.tobytes()).items() for each in received)))
+        return self._owner.send_states(transport, holders, [holders] * transport.size)
 
 
 def _refuse_start(start: Signature, transport: Transport) -> NoReturn:

@@ -25,6 +25,7 @@ from hvdlite.transport.transport import OnWait, Transport
 Node = tuple[int, int]
 # A collective that a virtual rank has come to, and its arguments.
 _Call = tuple[str, tuple[Any, ...]]
+_BEGIN, _END = "the beginning", "the end"  # to which they come together, too
 
 
 def largest_nodes(leaves: Collection[int], first: int, stop: int) -> list[Node]:
@@ -67,12 +68,10 @@ class VirtualRanks:
                 speakers.setdefault(rank, process)
         self.size = len(speakers)
         self.spoken = [[r for r in players[p] if speakers[r] == p] for p in range(len(players))]
-        self._turn = threading.Condition()
-        # Positions in `own`: of the virtual rank that runs, and of those that have not ended.
-        self._running, self._left = 0, list(range(len(self.own)))
-        self._calls: list[_Call | None] = []
+        self._turn = threading.Lock()  # of the virtual rank that runs
+        self._calls: list[_Call] = [("", ())] * len(self.own)
         self._answers: Sequence[Any] = ()
-        self._failure: BaseException | None = None
+        self._errors: dict[int, BaseException] = {}  # by position
 
     def run(self, work: Callable[[VirtualTransport], Any]) -> list[Any]:
         """Run a function for each of this process's virtual ranks, which call collectives in it.
@@ -84,28 +83,29 @@ class VirtualRanks:
             The results, in the order of ``own``.
 
         Raises:
-            BaseException: what the function raises first; for other virtual ranks it may raise
-                something else, because the first one comes to no more collectives.
+            BaseException: what the function raises for the first virtual rank that fails in it; the
+                others run on to their next collective.
             RuntimeError: a thread cannot be started.
         """
         transports = [VirtualTransport(self, position) for position in range(len(self.own))]
         if len(transports) == 1:
             return [work(transports[0])]
-        self._running, self._left = 0, list(range(len(self.own)))
-        self._calls, self._failure = [], None
+        self._meeting = threading.Barrier(len(self.own), self._perform)
         results: list[Any] = [None] * len(transports)
-        errors: list[BaseException] = []
+        errors = self._errors = {}
 
         def play(position: int) -> None:
-            try:
-                self._wait_for_turn(position)
-                # numpy's error handling is that of a thread.
-                with np.errstate(all="ignore"):
+            # numpy's error handling is that of a thread.
+            with self._turn, np.errstate(all="ignore"):
+                try:
+                    self.call(position, _BEGIN)
                     results[position] = work(transports[position])
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                self._hand_over(position, None)
+                except BaseException as error:
+                    errors[position] = error
+                try:
+                    self.call(position, _END)
+                except BaseException as error:
+                    errors.setdefault(position, error)
 
         threads: list[threading.Thread] = []
         try:
@@ -115,58 +115,45 @@ class VirtualRanks:
                 thread.start()
                 threads.append(thread)
         except BaseException as error:
-            # The others wait for their turns, in which they raise it.
-            self._failure, self._left = error, list(range(len(threads) + 1))
+            errors[-1] = error
+            self._meeting.abort()
         play(0)
         for thread in threads:
             thread.join()
-        if errors:
-            raise errors[0]
+        for _, failure in sorted(errors.items()):
+            if not isinstance(failure, threading.BrokenBarrierError):  # another one has failed
+                raise failure
         return results
 
     def call(self, position: int, method: str, *arguments: Any) -> Any:
         """Run a collective together with this process's other virtual ranks; return its result."""
+        self._calls[position] = method, arguments
         if len(self.own) == 1:
-            return self._perform([(method, arguments)])[0]
-        self._hand_over(position, (method, arguments))
-        self._wait_for_turn(position)
+            self._perform()
+        else:
+            self._turn.release()
+            try:
+                self._meeting.wait()
+            finally:
+                self._turn.acquire()
         return self._answers[position]
 
-    def _wait_for_turn(self, position: int) -> None:
-        with self._turn:
-            while self._running != position:
-                self._turn.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _hand_over(self, position: int, call: _Call | None) -> None:
-        """Let the next virtual rank run; once all have come to a collective, run that first."""
-        self._calls.append(call)
-        later = [other for other in self._left if other > position]
-        if not later:
-            calls, self._calls = self._calls, []
-            if any(calls) and self._failure is None:
-                try:
-                    self._answers = self._perform(calls)
-                except BaseException as error:
-                    self._failure = error
-        with self._turn:
-            if call is None:
-                self._left.remove(position)
-            self._running = next(iter(later or self._left), position)
-            self._turn.notify_all()
-
-    def _perform(self, calls: Sequence[_Call | None]) -> list[Any]:
-        methods = [call[0] if call else "the end" for call in calls]
-        if len({*methods}) > 1:
-            pairs = zip(methods, self.own, strict=True)
-            found = ", ".join(f"{method} ({rank})" for method, rank in pairs)
+    def _perform(self) -> None:
+        """Run the collective to which all virtual ranks of this process have come."""
+        method = self._calls[0][0]
+        if any(other != method for other, _ in self._calls):
+            if self._errors:
+                raise threading.BrokenBarrierError
+            pairs = zip(self.own, self._calls, strict=True)
+            found = ", ".join(f"{other} ({rank})" for rank, (other, _) in pairs)
             raise HorovodInternalError(
                 f"the virtual ranks of process {self.transport.rank} do not run the same "
                 f"collectives: {found}"
             )
-        arguments = [call[1] for call in calls if call]
-        return getattr(self, f"_{methods[0]}")(arguments) or [None] * len(self.own)
+        answers = None
+        if method not in (_BEGIN, _END):
+            answers = getattr(self, f"_{method}")([arguments for _, arguments in self._calls])
+        self._answers = answers or [None] * len(self.own)
 
     def _gather(self, arguments: Sequence[tuple[bytes]]) -> list[Any]:
         own = {rank: message for rank, (message,) in zip(self.own, arguments, strict=True)}

@@ -182,7 +182,7 @@ def _add_set(job: Job, process: Process, comm: Comm, seen: dict[int, Seen]) -> N
 
     job.count(process)
     try:
-        recovering.form_part("a process set", _MEMBERS, world, make, enter)
+        recovering.form_part(_MEMBERS, world, make, enter)
         loss = np.full(3, 2.0**process.number)
         describe = lambda name: describe_allreduce(loss, name, None)  # noqa: E731
         found = [each.run("allreduce", "loss", describe).tolist() for each in engines[1:]]

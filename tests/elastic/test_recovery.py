@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from hvdlite.elastic.guard import LaneState
-from hvdlite.elastic.recovery import is_delivered
+from hvdlite.elastic.recovery import LaneState, is_delivered
 from hvdlite.recipe import Sharding
 from tests.campaigns import kill
 from tests.launch.launcher import hvdliterun, running, survivors

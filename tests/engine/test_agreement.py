@@ -14,9 +14,14 @@ from hvdlite.engine.agreement import (
 )
 
 
+def describe(name, digest, payload, key="", title="", **more):
+    """An operation of the kind and the title that its name says, if not said otherwise."""
+    return Description(name, key or name, title or repr(name), digest, payload, **more)
+
+
 def report(*names, closing=False, **differently):
     """A report of operations that are alike on all ranks, but for those given by keyword."""
-    alike = [Description(name, b"same", b"") for name in names]
+    alike = [describe(name, b"same", b"") for name in names]
     return Pending((*alike, *differently.values()), closing)
 
 
@@ -46,18 +51,18 @@ def test_what_is_missing_somewhere_waits():
 
 
 def test_payloads_may_differ():
-    one, other = Description("a", b"same", b"\x01"), Description("a", b"same", b"\x02")
+    one, other = describe("a", b"same", b"\x01"), describe("a", b"same", b"\x02")
     assert decide([Pending((one,)), Pending((other,))]).ready == ["a"]
 
 
 def test_signatures_may_not():
-    decision = decide([report("a", b=Description("b", b"other", b"")), report("a", "b")])
+    decision = decide([report("a", b=describe("b", b"other", b"")), report("a", "b")])
     assert decision.ready == ["a"]
     assert decision.differing == ["b"]
 
 
 def test_a_failure_on_one_rank_fails_all():
-    failing = Description("a", b"same", b"", failure="no pickle")
+    failing = describe("a", b"same", b"", failure="no pickle")
     decision = decide([report("a", "b"), report("b", a=failing)])
     assert decision.ready == ["b"]
     assert decision.failed == {"a": "rank 1: no pickle"}
@@ -65,20 +70,20 @@ def test_a_failure_on_one_rank_fails_all():
 
 def test_a_failure_waits_for_all_ranks():
     # A rank that has not submitted it could not be told.
-    failing = Description("a", b"same", b"", failure="no pickle")
+    failing = describe("a", b"same", b"", failure="no pickle")
     decision = decide([report(a=failing), report()])
     assert decision.missing == {"'a'": [1]}
     assert decision.failed == {}
 
 
 def test_several_failures_are_all_told():
-    failures = [Description("a", b"same", b"", failure=why) for why in ("this", "that")]
+    failures = [describe("a", b"same", b"", failure=why) for why in ("this", "that")]
     decision = decide([Pending((failure,)) for failure in failures])
     assert decision.failed == {"a": "rank 0: this; rank 1: that"}
 
 
 def test_a_failure_goes_before_a_difference():
-    failing = Description("a", b"other", b"", failure="no pickle")
+    failing = describe("a", b"other", b"", failure="no pickle")
     decision = decide([report("a"), report(a=failing)])
     assert decision.failed == {"a": "rank 1: no pickle"}
     assert decision.differing == []
@@ -109,7 +114,7 @@ def test_several_ranks_that_shut_down_are_all_named():
 
 
 def test_messages_call_an_operation_by_its_title():
-    titled = Description("a", b"same", b"", waited=9.0, title="'a' (gradients of 'x')")
+    titled = describe("a", b"same", b"", waited=9.0, title="'a' (gradients of 'x')")
     decision = decide([report(a=titled), report()])
     assert decision.missing == {"'a' (gradients of 'x')": [1]}
     failed = decide([report(a=titled), report()], give_up_after=5.0).failed["a"]
@@ -120,7 +125,7 @@ def called(at, before):
     """An operation of a call without a name, in a line, after one in another line."""
     place, earlier = (calls.place_of([("train.py", line)]) for line in (at, before))
     report = calls.Report("allreduce", place, place.digest, earlier, "first", "")
-    return Description("second", b"same", b"", stands_in=True, place=place.digest), report
+    return describe("second", b"same", b"", stands_in=True, place=place.digest), report
 
 
 def compare(*called, **joined):
@@ -148,21 +153,20 @@ def test_calls_at_different_places_are_one_operation():
 
 
 def test_ranks_that_wait_elsewhere_explain_a_wait():
-    elsewhere = agreement.Progress(elsewhere=("'objects'",), steps=12)
-    astray = Pending((), progress=elsewhere)
-    ahead = Pending((Description("a", b"same", b""),), progress=agreement.Progress(steps=13))
+    astray = Pending((), elsewhere=("'objects'",), steps=12)
+    ahead = Pending((describe("a", b"same", b""),), steps=13)
     expected = "rank 1 is in 'objects', after 12 steps; others have made 13 steps"
     assert decide([ahead, astray]).astray == expected
     # Of rank 2 nothing is known.
     assert decide([ahead, astray, Pending(())]).astray == ""
-    gone = Pending((), closing=True, progress=agreement.Progress(steps=12))
+    gone = Pending((), closing=True, steps=12)
     failed = decide([ahead, gone]).failed["a"]
     assert "rank 1 is at its end, after 12 steps; others have made 13 steps" in failed
 
 
 def test_patience_ends_with_the_longest_wait():
-    early = Description("a", b"same", b"", waited=11.0)
-    late = Description("a", b"same", b"", waited=1.0)
+    early = describe("a", b"same", b"", waited=11.0)
+    late = describe("a", b"same", b"", waited=1.0)
     for first, second in ((early, late), (late, early)):
         reports = [Pending((first,)), Pending((second,)), report("b")]
         assert decide(reports, give_up_after=10.0).failed == {
@@ -175,7 +179,7 @@ def test_patience_ends_with_the_longest_wait():
 
 def test_ranks_that_wait_for_each_other_give_up_together():
     def waiting(name, seconds, **more):
-        return Pending((Description(name, b"same", b"", waited=seconds, **more),))
+        return Pending((describe(name, b"same", b"", waited=seconds, **more),))
 
     decision = decide([waiting("a", 10.1), waiting("b", 9.9)], give_up_after=10.0)
     assert list(decision.failed) == ["a", "b"]
@@ -184,18 +188,18 @@ def test_ranks_that_wait_for_each_other_give_up_together():
     assert list(decide([waiting("a", 10.1), waiting("b", 4.9)], give_up_after=10.0).failed) == ["a"]
     exempt = waiting("join", 99.0, stall_exempt=True)
     assert not decide([exempt, waiting("b", 9.9)], give_up_after=10.0).failed
-    complete = Description("c", b"same", b"", waited=99.0)
+    complete = describe("c", b"same", b"", waited=99.0)
     both = Pending((complete, *waiting("a", 9.9).descriptions))
     assert not decide([both, Pending((complete,))], give_up_after=10.0).failed
 
 
 def test_what_has_waited_long_still_runs_when_it_is_complete():
-    old = Description("a", b"same", b"", waited=100.0)
+    old = describe("a", b"same", b"", waited=100.0)
     assert decide([Pending((old,)), report("a")], give_up_after=10.0).ready == ["a"]
 
 
 def of_kinds(*kinds):
-    return Pending(tuple(Description("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
+    return Pending(tuple(describe("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
 
 
 def test_kinds_of_one_name_do_not_meet():
@@ -271,10 +275,10 @@ def test_report_missing_stays_short():
 
 class TestJoinedRanks:
     def one(self, stands_in, digest=b"same", failure=None):
-        return Description("a", digest, b"", failure=failure, stands_in=stands_in)
+        return describe("a", digest, b"", failure=failure, stands_in=stands_in)
 
     def joined(self, *descriptions):
-        join = Description("join()", b"join", b"", waited=1e9, key="join.join()", stall_exempt=True)
+        join = describe("join()", b"join", b"", waited=1e9, key="join.join()", stall_exempt=True)
         return Pending((*descriptions, join), joined=True)
 
     def test_they_stand_in_where_they_can(self):
@@ -319,7 +323,7 @@ class TestJoinedRanks:
 
 
 def test_messages_call_ranks_by_their_numbers_in_the_world():
-    waiting = Pending((Description("a", b"same", b"", waited=9.0),))
+    waiting = Pending((describe("a", b"same", b"", waited=9.0),))
     failed = decide([waiting, report()], members=[3, 5], give_up_after=5.0).failed
     assert "still missing on rank 5" in failed["a"]
     assert decide([waiting, report()], members=[3, 5]).missing == {"'a'": [5]}

@@ -182,9 +182,9 @@ class TestOrder:
             operation = total(rank)
             result = rank.named.run(operation)
             tensors = operation.tensors
-            assert result._tensors == tensors
+            assert result.tensors == tensors
             result.take()
-            assert result._tensors == ()
+            assert result.tensors == ()
             assert rank.memory.kept == list(tensors)
 
         on_all_ranks(reduce, connect(2).ranks)

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch.scheduled import TensorWeights
+from hvdlite.torch.scheduled import tensor_weights
 from tests.keras.measures import exchanges
 from tests.torch import test_closures as closures
 from tests.torch import test_memory as memory
@@ -410,7 +410,7 @@ def test_moments_have_the_shape_of_their_parameter():
     parameter.grad = torch.ones(3)
     optimizer.step()
     assert {"step"} < {*optimizer.state[parameter]}
-    weights = TensorWeights([parameter], lambda number: optimizer.state[parameter])
+    weights = tensor_weights([parameter], lambda number: optimizer.state[parameter])
     assert [moment.name for moment in weights.moments(0)] == ["exp_avg", "exp_avg_sq"]
 
 

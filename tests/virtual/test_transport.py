@@ -153,6 +153,24 @@ def test_an_error_ends_all_virtual_ranks(failing):
     ]
 
 
+def test_after_an_error_the_others_run_on_to_their_next_collective():
+    """Else it would depend on the threads what a strategy has remembered."""
+    ran = []
+
+    def work(transport):
+        transport.gather(b"")
+        ran.append(transport.rank)
+        if transport.rank == 0:
+            raise ArithmeticError
+        transport.gather(b"")
+        ran.append("further")
+
+    for _ in range(50):
+        with pytest.raises(ArithmeticError):
+            VirtualRanks(Loopback(), [[0, 1, 2, 3]]).run(work)
+    assert sorted(ran) == sorted([0, 1, 2, 3] * 50)
+
+
 def test_a_thread_that_cannot_be_started_ends_the_others(monkeypatch):
     ranks = VirtualRanks(Loopback(), [[0, 1, 2, 3]])
     start, ran = threading.Thread.start, []
