@@ -47,6 +47,7 @@ def test_check_out_takes_what_fits_and_refuses_what_would_lose_the_result():
         np.zeros((2, 3), ">f4"),
         np.zeros((3, 2), np.float32).T,
         np.broadcast_to(np.float32(0), (2, 3)),
+        np.frombuffer(bytes(24), np.float32).reshape(2, 3),  # read-only
         [[0.0] * 3] * 2,
     ):
         with pytest.raises(ValueError, match=r"writeable array float32\[2, 3\]"):
