@@ -57,6 +57,7 @@ def train(_: Any, model_name: str, virtual: int, compression: str) -> dict[str, 
 
     def step() -> None:
         for _ in range(parts):
+            hvd.virtual_rank()  # chooses the data in a training; else a warning
             compute()
             optimizer.step()
 
