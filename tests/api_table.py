@@ -14,7 +14,7 @@ import enum
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,87 +29,11 @@ ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
 STRATEGIES = ROOT / "docs" / "compression.md"
 ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
-_ABOUT_STRATEGIES = re.compile(r"(?<=<!-- strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+# On a page: all else is written by hand.
+_GENERATED = re.compile(r"(?<=<!-- from the code -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 # Holds every registered strategy to the same laws.
 _LAWS = "tests/compression/test_laws.py::test_no_more_than_two_buckets"
-
-INTRODUCTION = """# The public interface
-
-Made from the code by `python -m tests.api_table`; a test sees that it is up to date. Names,
-arguments and defaults are Horovod's wherever Horovod has them. Docstrings say more:
-`help(hvd.allreduce)`.
-
-Every adapter (`hvdlite.torch`, `hvdlite.tensorflow`, `hvdlite.keras`, `hvdlite.tensorflow.keras`)
-has what `hvdlite` has, on its own tensors.
-
-## Errors
-
-| what | who gets it | PyTorch, numpy | TensorFlow |
-|---|---|---|---|
-| ranks disagree on shape, dtype, operation, op, root, factors or device; from their second step \
-on also on weights, or on the optimizer (`HVDLITE_CHECK_RANKS`) | every member; \
-later calls work | `MismatchError`, a `HorovodInternalError` | also a \
-`tf.errors.FailedPreconditionError` |
-| a bad argument: a name that is on its way, no member, an unknown set, a bad root, bad splits | \
-the caller, at once | `ValueError` | also a `tf.errors.InvalidArgumentError` |
-| a gradient that its compression cannot send (not a number); factors that take integers out of \
-their range | every member; later calls work | \
-`GradientError`, a `HorovodInternalError` | also a `tf.errors.InvalidArgumentError` |
-| a rank has died, or communication failed | every survivor | `HorovodInternalError` | \
-`HorovodInternalError` |
-| nothing heard of a tensor for `HVDLITE_STALL_CHECK_TIME_SECONDS` (60) | who waits: a warning \
-that names tensor and ranks; after `HVDLITE_STALL_SHUTDOWN_TIME_SECONDS`, if set, an error | \
-`HorovodInternalError` | `HorovodInternalError` |
-"""
-
-SETTINGS = """
-## Settings
-
-[Environment variables](reference/environment.md).
-"""
-
-ENVIRONMENT_PAGE = """# Environment variables
-
-Made from the code by `python -m tests.api_table`; a test sees that it is up to date.
-
-## Settings
-
-`init()` reads them. If one is unset or empty, Horovod's of the same name counts:
-`HOROVOD_CYCLE_TIME` for `HVDLITE_CYCLE_TIME`. `hvdliterun` passes all of them to all ranks. A value
-that cannot be read is an error that names what is allowed; a name that is close to one of these is
-reported. Those with a star must be equal on all ranks.
-
-| variable and default | allowed | meaning | `hvdliterun` |
-|---|---|---|---|
-"""
-
-OTHER_VARIABLES = """
-## The launcher
-
-| variable | read by | meaning |
-|---|---|---|
-| `HVDLITE_MPIRUN` | `hvdliterun`, `hvd.run` | The mpirun to use; unset: the one beside this \
-Python, then the one on `PATH`. |
-| `HVDLITE_LAUNCHER` | the ranks | Set by `hvdliterun`, which ends the job when one rank ends \
-with an error; without it the rank calls `MPI_Abort`. |
-| `HVDLITE_LAUNCHED_BY` | processes that a rank starts | Set by a rank in `hvd.init()`: whose \
-identity they have inherited, so that they do not take its place in the job. |
-| `HVDLITE_LAUNCHER_FOLDER` | the ranks | Set by the launcher: the folder where a rank notes \
-that it has called `shutdown()`, and where `multiprocessing` keeps its files. |
-| `HVDLITE_LAUNCHER_STEPS` | the ranks | Set by the launcher: the file where a rank keeps the \
-number of its last step, which is named when the rank dies. |
-| `HVDLITE_REHEARSE` | the ranks | Faults to plant, such as `kill:rank=1,step=7`; see \
-[Rehearse a failure](../guides/elastic.md#rehearse-a-failure). |
-| `HVDLITE_RESTART` | your script | Set by `hvdliterun`: how often it has started the job again \
-(`--restarts`); 0 in the first run. |
-| `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |
-| `HVDLITE_LAUNCH_NODES` | the process around each rank | Set by `hvdliterun --torch`: the \
-number of the first rank on each node. |
-| `HVDLITE_LAUNCH_STDIN` | the process around rank 0 | Set by `hvdliterun`: the file or pipe that \
-rank 0 reads as its standard input. |
-| `HVDLITE_LAUNCH_ADDRESS` | the ranks | Set by `hvdliterun` if the number of ranks may change. |
-"""
 
 # For each module: a heading, and its calls. A name with a dot is a method or an attribute.
 SECTIONS: list[tuple[str, str, str]] = [
@@ -215,41 +139,38 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a test file, with what it calls in the same file.
+    """A function of a test file, with what it calls in the same file."""
 
-    Attributes:
-        label: where it is.
-        imports: what the file imports of hvdlite: the names it has there, and its own.
-        text: its source, and that of its file's functions that it calls.
-        words: the words of the text, which tell faster than a search what does not occur in it.
-    """
-
-    label: str
-    imports: tuple[tuple[str, str], ...]
-    text: str
-    words: frozenset[str]
+    label: str  # where it is
+    imports: tuple[tuple[str, str], ...]  # of hvdlite, in the file: the name there, and its own
+    text: str  # its source, and that of its file's functions that it calls
+    words: frozenset[str]  # of the text: they tell faster than a search what does not occur in it
 
 
 def table() -> str:
     """Return the text of docs/api.md."""
-    parts = [INTRODUCTION]
+    lines = []
     for module, heading, names in SECTIONS:
-        parts.append(f"\n## {heading}: `{module}`\n\n| call | signature | test |\n|---|---|---|\n")
+        lines += [f"## {heading}: `{module}`", "", "| call | signature | test |", "|---|---|---|"]
         for name in names.split():
             row = (f"`{name}`", f"`{signature(module, name)}`", f"`{covering_test(module, name)}`")
-            parts.append(f"| {' | '.join(row)} |\n")
-    return "".join([*parts, SETTINGS])
+            lines.append(f"| {' | '.join(row)} |")
+        lines.append("")
+    return _filled(TABLE, lines[:-1])
 
 
 def environment() -> str:
     """Return the text of docs/reference/environment.md."""
-    return "".join([ENVIRONMENT_PAGE, *_settings(), OTHER_VARIABLES])
+    return _filled(ENVIRONMENT, _settings())
 
 
 def about_strategies() -> str:
     """Return the text of docs/compression.md."""
-    rows = "\n".join(_strategies())
-    return _ABOUT_STRATEGIES.sub(lambda _: rows, STRATEGIES.read_text())
+    return _filled(STRATEGIES, _strategies())
+
+
+def _filled(page: Path, lines: Iterable[str]) -> str:
+    return _GENERATED.sub(lambda _: "\n".join(lines), page.read_text())
 
 
 def _strategies() -> Iterator[str]:
@@ -267,7 +188,8 @@ def _strategies() -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    """Yield a line for each setting, with the comment above it."""
+    """Yield a table of the settings, by lines; a meaning is the comment above a setting."""
+    yield "| variable and default | allowed | meaning | `hvdliterun` |\n|---|---|---|---|"
     source = inspect.getsource(Settings)
     flags = {setting: f"`--{name.replace('_', '-')}`" for name, setting in options.SETTINGS.items()}
     flags |= {"TIMELINE": "`--timeline-filename`", "STALL_CHECK_DISABLE": "`--no-stall-check`"}
@@ -280,7 +202,7 @@ def _settings() -> Iterator[str]:
             if entry.name in SAME_EVERYWHERE:
                 variable += " *"
             option = flags.get(entry.name.upper(), "")
-            yield f"| {variable} | {entry.metadata['allowed']} | {meaning} | {option} |\n"
+            yield f"| {variable} | {entry.metadata['allowed']} | {meaning} | {option} |"
 
 
 def signature(module: str, name: str) -> str:

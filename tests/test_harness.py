@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ def world():  # imported late, so that collecting the tests starts no MPI
 
 def wait_for_the_other():
     world().Barrier()
+
+def sleep_for_ever():
+    time.sleep(1000)
 """
 
 
@@ -43,7 +47,7 @@ def run_tests(tmp_path):
             cwd=tmp_path,
             text=True,
             capture_output=True,
-            timeout=60,
+            timeout=240,
         )
         output = process.stdout + process.stderr
         expected = {"failed": failed, "passed": passed, "skipped": skipped}
@@ -116,29 +120,10 @@ def test_fresh_job_has_its_environment():
     assert os.environ["HARNESS_TEST"] == "fresh"
 
 
-@pytest.mark.slow
-def test_ids_and_choice_of_ranks(run_tests):
-    output = run_tests(
-        """
-@ranks(1, 2)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_it(dtype): pass
-
-def test_plain(): pass
-""",
-        "--ranks=2",
-        passed=2,
-    )
-    assert "test_it[2ranks-float32]" in output
-    assert "3 deselected" in output
-
-
-@pytest.mark.slow
-def test_fast_tests_run_on_one_number_of_ranks(run_tests):
-    output = run_tests(
-        """
+CHOICE = """
 @ranks(1, 2, 4)
-def test_two(): pass
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two(dtype): pass
 
 @ranks(1, 3, fast=(3,))
 def test_odd(): pass
@@ -154,12 +139,28 @@ def test_slow_on_ranks(): pass
 def test_slow(): pass
 
 def test_plain(): pass
-""",
-        "--fast",
-        passed=4,
-    )
-    for name in ("test_two[2ranks]", "test_odd[3ranks]", "test_more[3ranks]", "test_plain"):
-        assert f"::{name}" in output
+"""
+BOTH = ["two[2ranks-float32]", "two[2ranks-float64]"]
+# The names that are left of these tests by an option.
+LEFT = {
+    "--ranks=2": ["two[2ranks-float32]", "two[2ranks-float64]", "slow_on_ranks[2ranks]"],
+    "--fast": [
+        "two[2ranks-float32]",
+        "two[2ranks-float64]",
+        "odd[3ranks]",
+        "more[3ranks]",
+        "plain",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", LEFT)
+def test_ids_and_choice_of_ranks(run_tests, option):
+    output = run_tests(CHOICE, option, passed=len(LEFT[option]))
+    for name in LEFT[option]:
+        assert f"::test_{name}" in output
+    assert f"{13 - len(LEFT[option])} deselected" in output
 
 
 @pytest.mark.slow
@@ -197,141 +198,93 @@ def test_it():
         failed=1,
     )
     assert "rank 1 failed: assert 11 != 11" in output
-    assert "test_inner.py:17: in test_it" in output
+    assert "test_inner.py:20: in test_it" in output
     assert "rank 0 passed" in output
     for rank in range(3):
         assert f"written by {rank}" in output
 
 
-@pytest.mark.slow
-def test_hang_shows_all_stacks_and_next_test_passes(run_tests):
-    output = run_tests(
-        """
-def sleep_for_ever(): time.sleep(1000)
-
-@ranks(2, timeout=2)
-def test_hangs():
-    sleep_for_ever() if world().rank == 1 else wait_for_the_other()
-
-@ranks(2)
-def test_next():
-    assert world().allreduce(1) == 2
-""",
-        failed=1,
-        passed=1,
-    )
-    assert "rank 0 did not report in 2 s" in output
-    assert "in wait_for_the_other" in output
-    assert "rank 1 did not report in 2 s" in output
-    assert "in sleep_for_ever" in output
-
-
-@pytest.mark.slow
-def test_failure_does_not_wait_for_the_time_out_of_others(run_tests):
-    output = run_tests(
-        """
-@ranks(2, timeout=50)
-def test_it():
-    assert world().rank == 1
-    wait_for_the_other()
-""",
-        failed=1,
-    )
-    assert "rank 0 failed: assert 0 == 1\n" in output
-    assert "rank 1 did not report" in output
-    assert "in wait_for_the_other" in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("death", "said"),
-    [
-        ("os._exit(3)", r"Exit code:    3"),
-        ("world().Abort(5)", "MPI_ABORT was invoked on rank 1"),
-        ("os.kill(os.getpid(), 9)", "Killed"),
-    ],
-)
-def test_dead_rank_is_named(run_tests, death, said):
-    output = run_tests(
-        f"""
-@ranks(2)
-def test_dies():
-    if world().rank == 1:
-        {death}
-    wait_for_the_other()
-
-@ranks(2)
-def test_next():
-    assert world().allreduce(1) == 2
-""",
-        failed=1,
-        passed=1,
-    )
-    assert "rank 1 died" in output
-    assert said in output
-    assert "rank 0 died" not in output
-
-
-@pytest.mark.slow
-def test_skips_carry_their_reason(run_tests):
-    output = run_tests(
-        """
-@ranks(2)
-def test_all(): pytest.skip("no such device")
-
-@ranks(2)
-def test_one():
-    if world().rank == 1: pytest.importorskip("no_such_module")
-""",
-        skipped=2,
-    )
-    assert "rank 0: no such device" in output
-    assert "rank 1: could not import 'no_such_module'" in output
-
-
-@pytest.mark.slow
-def test_exit_in_a_test_is_a_failure_not_a_death(run_tests):
-    output = run_tests("@ranks(2)\ndef test_it(): raise SystemExit(0)\n", failed=1)
-    assert "rank 0 failed: SystemExit" in output
-    assert "rank 1 failed: SystemExit" in output
-
-
-@pytest.mark.slow
-def test_argument_that_cannot_be_pickled_is_named(run_tests):
-    source = "@ranks(2)\n@pytest.mark.parametrize('f', [lambda: 0])\ndef test_it(f): pass\n"
-    assert "the argument 'f' (function) cannot be sent to the ranks" in run_tests(source, failed=1)
-
-
-@pytest.mark.slow
-def test_fresh_job_must_leave_well(run_tests):
-    output = run_tests(
-        """
+# Each in a job that works, although the test before has ended its own.
+FAILING = """
 import atexit
 
-def sleep_at_exit(): time.sleep(1000)
+@ranks(2, timeout=2)
+def test_hang():
+    sleep_for_ever() if world().rank == 1 else wait_for_the_other()
+
+@ranks(2, timeout=50)
+def test_wait_for_one_that_has_failed():
+    assert world().rank == 1
+    wait_for_the_other()
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["os._exit(3)", "world().Abort(5)", "os.kill(os.getpid(), 9)"])
+def test_death(how):
+    if world().rank == 1:
+        exec(how)
+    wait_for_the_other()
+
+@ranks(2)
+def test_exit(): raise SystemExit(0)
+
+@ranks(2)
+@pytest.mark.parametrize("f", [lambda: 0])
+def test_pickle(f): pass
 
 @ranks(2, fresh=True)
-def test_leaves_badly(): atexit.register(os._exit, 4)
+def test_bad_end(): atexit.register(os._exit, 4)
 
 @ranks(2, fresh=True, timeout=2)
-def test_does_not_leave(): atexit.register(sleep_at_exit)
-""",
-        failed=2,
-    )
-    assert "passed, but left with exit code 4" in output
-    assert "passed, but did not leave in" in output
-    assert "in sleep_at_exit" in output
+def test_no_end(): atexit.register(sleep_for_ever)
+
+@ranks(2, fresh=True, env={"OMPI_COMM_WORLD_SIZE": "2", "PYTHONHOME": "/nowhere"})
+def test_no_start(): pass
+
+@ranks(2)
+def test_next():
+    assert world().allreduce(1) == 2
+
+@ranks(2)
+def test_skip(): pytest.skip("no such device")
+
+@ranks(2)
+def test_skip_one():
+    if world().rank == 1: pytest.importorskip("no_such_module")
+"""
+# In what is printed of a failure; behind "not", what is not.
+SAID = {
+    "hang": [
+        *("rank 0 did not report in 2 s", "in wait_for_the_other"),
+        *("rank 1 did not report in 2 s", "in sleep_for_ever"),
+    ],
+    "wait_for_one_that_has_failed": [
+        *("rank 0 failed: assert 0 == 1\n", "rank 1 did not report", "in wait_for_the_other"),
+    ],
+    "death[2ranks-os._exit(3)]": ["rank 1 died", "Exit code:    3", "not rank 0 died"],
+    "death[2ranks-world().Abort(5)]": [
+        *("rank 1 died", "MPI_ABORT was invoked on rank 1", "not rank 0 died"),
+    ],
+    "death[2ranks-os.kill(os.getpid(), 9)]": ["rank 1 died", "Killed", "not rank 0 died"],
+    "exit": ["rank 0 failed: SystemExit", "rank 1 failed: SystemExit"],
+    "pickle[2ranks-<lambda>]": ["the argument 'f' (function) cannot be sent to the ranks"],
+    "bad_end": ["passed, but left with exit code 4"],
+    "no_end": ["passed, but did not leave in", "in sleep_for_ever"],
+    "no_start": ["a job of 2 ranks did not start: ranks [0, 1] are missing", "encodings"],
+}
 
 
 @pytest.mark.slow
-def test_job_that_does_not_start_shows_why(run_tests):
-    output = run_tests(
-        "@ranks(2, fresh=True, env={'OMPI_COMM_WORLD_SIZE': '2', 'PYTHONHOME': '/nowhere'})\n"
-        "def test_it(): pass\n",
-        failed=1,
-    )
-    assert "a job of 2 ranks did not start: ranks [0, 1] are missing" in output
-    assert "encodings" in output
+def test_failures_say_what_has_happened_and_the_next_test_passes(run_tests):
+    output = run_tests(FAILING, failed=len(SAID), passed=1, skipped=2)
+    failures = re.split(r"^_+ test_(.+) _+$", output, flags=re.MULTILINE)[1:]
+    said = dict(zip(failures[::2], failures[1::2], strict=True))
+    for name, words in SAID.items():
+        text = said.get(name) or said[f"{name}[2ranks]"]
+        for word in words:
+            wanted = word.removeprefix("not ")
+            assert (wanted in text) == (wanted == word), (name, word, text)
+    assert "rank 0: no such device" in output
+    assert "rank 1: could not import 'no_such_module'" in output
 
 
 @pytest.mark.slow

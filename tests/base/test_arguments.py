@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -58,37 +59,30 @@ def test_choices():
 
 
 SETTINGS = {
-    "TopK": ("ratio", "count", "per"),
-    "RandomK": ("ratio", "seed"),
-    "Threshold": ("value",),
-    "DeepGradientCompression": (
-        "ratio",
-        "momentum",
-        "clip_norm",
-        "warm_up_steps",
-        "warm_up_ratio",
-    ),
-    "PowerSGD": ("rank", "min_compression", "seed"),
-    "QSGD": ("levels", "block", "seed"),
-    "Float8": ("block",),
-    "Blockwise8": ("block",),
-    "Natural": ("seed",),
-    "TernGrad": ("clip", "per", "seed"),
-    "TwoBit": ("threshold",),
-    "Sign": ("per",),
-    "MajorityVote": ("scale",),
-    "Cast": ("kind",),
-    "WarmUp": ("steps",),
+    "TopK": "ratio count per",
+    "RandomK": "ratio seed",
+    "Threshold": "value",
+    "DeepGradientCompression": "ratio momentum clip_norm warm_up_steps warm_up_ratio",
+    "PowerSGD": "rank min_compression seed",
+    "QSGD": "levels block seed",
+    "Float8": "block",
+    "Blockwise8": "block",
+    "Natural": "seed",
+    "TernGrad": "clip per seed",
+    "TwoBit": "threshold",
+    "Sign": "per",
+    "MajorityVote": "scale",
+    "Cast": "kind",
+    "WarmUp": "steps",
 }
 NEEDED = {"WarmUp": {"inner": Compression.none}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in SETTINGS.items() for name in names]
-)
-@pytest.mark.parametrize("value", ["1%", [1], -1, math.nan])
-def test_settings_of_strategies(kind, name, value):
-    make = getattr(Compression, kind)
-    settings = {**NEEDED.get(kind, {}), name: value}
-    with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} is not (a|an|one) "):
-        make(**settings)
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_settings_of_strategies(kind):
+    for name, value in itertools.product(SETTINGS[kind].split(), ("1%", [1], -1, math.nan)):
+        settings = {**NEEDED.get(kind, {}), name: value}
+        with pytest.raises(
+            ValueError, match=f"^{name}={re.escape(repr(value))} is not (a|an|one) "
+        ):
+            getattr(Compression, kind)(**settings)

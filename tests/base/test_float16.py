@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 
 import ml_dtypes
@@ -32,14 +33,15 @@ def only_fast(monkeypatch):
     monkeypatch.setattr(float16, "_FEW", 0)
 
 
-def check_widened(values, found):
-    expected = values.astype(np.float32)
+def check_widened(values, out=None):
+    found = float16.widen(values, out)
+    assert out is None or found is out
     assert found.dtype == np.float32
-    check_same(found, expected, np.uint32)
+    check_same(found, values.astype(np.float32), np.uint32)
 
 
-def check_narrowed(values, kind):
-    found = np.empty(values.size, kind)
+def check_narrowed(values, kind, out=None):
+    found = np.empty(values.size, kind) if out is None else out
     float16.narrow(values, found)
     check_same(found, values.astype(kind), np.uint16)
 
@@ -62,43 +64,33 @@ def in_chunks(values):
     yield from np.array_split(values, 64)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.usefixtures("only_fast")
-class TestWiden:
-    def test_every_value(self, kind):
-        for values in in_chunks(PATTERNS.view(kind)):
-            check_widened(values, float16.widen(values))
-        check_widened(finite(kind), float16.widen(finite(kind)))
+def views(array):
+    """Off the alignment of its type, with gaps, backwards."""
+    raw = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
+    raw[...] = array
+    assert not raw.flags.aligned
+    yield from (array, raw, array[::2], array[::-1])
 
-    def test_infinities_and_nan_among_others(self, kind):
-        for special in (np.inf, -np.inf, np.nan, -np.nan):
-            values = np.linspace(-1, 1, 5000).astype(kind)
-            values[1234] = special
-            check_widened(values, float16.widen(values))
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_sizes(self, kind, size):
-        values = np.random.default_rng(size).standard_normal(size).astype(kind)
-        out = np.full(size, 5, np.float32)
-        assert float16.widen(values, out) is out
-        check_widened(values, out)
-
-    def test_views(self, kind):
-        for values in views(finite(kind)):
-            values.flags.writeable = False
-            check_widened(values, float16.widen(values))
-            for out in views(np.zeros(3 * values.size, np.float32)):
-                check_widened(values, float16.widen(values, out[: values.size]))
+def among_others(specials, count):
+    """Yield ordinary numbers, among which there is one special one, of either sign."""
+    for special in specials:
+        for sign in (1, -1):
+            values = np.linspace(-2, 2, count, dtype=np.float32)
+            values[1234] = sign * special
+            yield values
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.usefixtures("only_fast")
-class TestNarrow:
-    def test_every_value_is_left_as_it_is(self, kind):
+class TestConversion:
+    def test_every_value_is_widened_and_narrowed_to_itself(self, kind):
         for values in in_chunks(PATTERNS.view(kind)):
+            check_widened(values)
             found = np.empty(values.size, kind)
             float16.narrow(values.astype(np.float32), found)
             check_same(found, values, np.uint16)
+        check_widened(finite(kind))
 
     def test_middles_between_neighbours_and_what_is_next_to_them(self, kind):
         magnitudes = np.sort(finite(kind).astype(np.float64))
@@ -117,40 +109,36 @@ class TestNarrow:
         signs = generator.integers(0, 2, bits.size, np.uint32) << 31
         check_narrowed((bits | signs).view(np.float32), kind)
 
-    def test_the_end_of_the_range_and_zeros_among_others(self, kind):
-        for value in (65519.99, 65520, 65536, 3.39e38, 3.4e38, np.inf, np.nan, 0.0):
-            for sign in (1, -1):
-                values = np.linspace(-2, 2, 5001, dtype=np.float32)
-                values[1234] = sign * value
-                check_narrowed(values, kind)
+    def test_the_end_of_the_range_nan_and_zeros_among_others(self, kind):
+        for values in among_others((np.inf, np.nan), 5000):
+            check_widened(values.astype(kind))
+        for values in among_others(
+            (65519.99, 65520, 65536, 3.39e38, 3.4e38, np.inf, np.nan, 0.0), 5001
+        ):
+            check_narrowed(values, kind)
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_sizes(self, kind, size):
-        check_narrowed(np.random.default_rng(size).standard_normal(size, np.float32), kind)
+    def test_sizes(self, kind):
+        for size in SIZES:
+            wide = np.random.default_rng(size).standard_normal(size, np.float32)
+            check_narrowed(wide, kind)
+            check_widened(wide.astype(kind), np.full(size, 5, np.float32))
 
     def test_views(self, kind):
-        original = np.random.default_rng(2).standard_normal(10_000, np.float32)
-        for values in views(original):
+        for values in views(finite(kind)):
+            values.flags.writeable = False
+            check_widened(values)
+            for out in views(np.zeros(3 * values.size, np.float32)):
+                check_widened(values, out[: values.size])
+        for values in views(np.random.default_rng(2).standard_normal(10_000, np.float32)):
             values.flags.writeable = False
             check_narrowed(values, kind)
             for out in views(np.zeros(3 * values.size, kind)):
-                float16.narrow(values, out[: values.size])
-                expected = values.astype(kind)
-                assert out[: values.size].tobytes() == expected.tobytes()
-
-
-def views(array):
-    """Off the alignment of its type, with gaps, backwards."""
-    raw = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
-    raw[...] = array
-    assert not raw.flags.aligned
-    yield from (array, raw, array[::2], array[::-1])
+                check_narrowed(values, kind, out[: values.size])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.minimum, np.maximum])
-def test_accumulate(kind, ufunc):
-    for size in SIZES:
+def test_accumulate(kind):
+    for size, ufunc in itertools.product(SIZES, (np.add, np.multiply, np.minimum, np.maximum)):
         generator = np.random.default_rng(size)
         total = generator.standard_normal(size, np.float32)
         values = generator.standard_normal(size).astype(kind)
@@ -159,19 +147,16 @@ def test_accumulate(kind, ufunc):
         assert total.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int16])
-def test_other_types_are_converted_by_numpy(kind):
-    values = np.arange(-5000, 5000).astype(kind)
-    np.testing.assert_array_equal(float16.widen(values), values.astype(np.float32))
-    found = np.empty(values.size, kind)
-    float16.narrow(values.astype(np.float32), found)
-    np.testing.assert_array_equal(found, values)
-    wide = np.empty(values.size, np.float64)
-    float16.widen(values.astype(np.float16), wide)
-    np.testing.assert_array_equal(wide, values.astype(np.float16))
-
-
-def test_numbers_from_float64_are_rounded_once():
+def test_numpy_converts_other_types_and_rounds_once():
+    for kind in (np.float64, np.float32, np.int16):
+        values = np.arange(-5000, 5000).astype(kind)
+        np.testing.assert_array_equal(float16.widen(values), values.astype(np.float32))
+        found = np.empty(values.size, kind)
+        float16.narrow(values.astype(np.float32), found)
+        np.testing.assert_array_equal(found, values)
+        wide = np.empty(values.size, np.float64)
+        float16.widen(values.astype(np.float16), wide)
+        np.testing.assert_array_equal(wide, values.astype(np.float16))
     # Rounded to float32 first, it would lie in the middle and go to the even one, which is 1.
     values = np.full(5000, 1 + 2**-11 + 2**-40)
     found = np.empty(values.size, np.float16)
@@ -227,12 +212,13 @@ def test_subnormal_numbers_survive_a_processor_that_is_told_to_drop_them():
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("op", [Sum, Min, Max, Product])
-@pytest.mark.parametrize("scaling", [Scaling(), Scaling(1.0, 2), Scaling(1.0, 3), Scaling(0.3, 2)])
-def test_reductions_of_large_arrays(kind, op, scaling):
+def test_reductions_of_large_arrays(kind, op):
     generator = np.random.default_rng(4)
     size = float16.PIECE + 9000
-    for special in (1.0, 65504.0, np.inf, np.nan):
-        parts = [(generator.standard_normal(size) * 1e-3).astype(kind) for _ in range(3)]
+    drawn = [(generator.standard_normal(size) * 1e-3).astype(kind) for _ in range(3)]
+    scalings = (Scaling(), Scaling(1.0, 2), Scaling(1.0, 3), Scaling(0.3, 2))
+    for special, scaling in itertools.product((1.0, 65504.0, np.inf, np.nan), scalings):
+        parts = [part.copy() for part in drawn]
         parts[0][100] = parts[1][100] = special
         total = parts[0].astype(np.float32)
         for part in parts[1:]:

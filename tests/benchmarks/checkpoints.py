@@ -10,10 +10,11 @@ has ended before the next save.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
+
+from tests.benchmarks.files import median_text
 
 _TURNS = 9
 _BYTES = 200_000_000
@@ -47,11 +48,8 @@ def main() -> None:
                     seconds.setdefault((blocking, "save"), []).append(returned - start)
                     seconds.setdefault((blocking, "file after"), []).append(written - returned)
             for (blocking, what), times in seconds.items():
-                print(
-                    f".{suffix:<12} blocking={blocking!s:<6} {what:<11}"
-                    f"{statistics.median(times):6.2f} s  ({min(times):.2f} to {max(times):.2f})",
-                    flush=True,
-                )
+                label = f".{suffix:<12} blocking={blocking!s:<6} {what:<11}"
+                print(f"{label} {median_text(times, 2)} s", flush=True)
 
 
 if __name__ == "__main__":

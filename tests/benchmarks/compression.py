@@ -11,67 +11,114 @@ fastest.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hvdlite.tools.bench import job, report
+from hvdlite.tools.bench.measurement import Ranks, watch
 from hvdlite.tools.cli.arguments import positive
-from tests.benchmarks import files
-from tests.benchmarks.strategies import BY_NAME
+from tests.benchmarks import files, traffic
+from tests.benchmarks.strategies import BY_NAME, DENSE, Entry, add_option
 from tests.harness.mpirun import ROOT
 
 _MNIST = ROOT.parent / "shared" / "data" / "mnist"
 _EPOCHS = {"digits": 20, "mnist": 5}
 _TITLES = {"digits": "digits", "mnist": "MNIST"}
+_SECONDS = 1800.0  # for all trainings with a strategy
 
 
 def main() -> None:
     """Measure, print, write the JSON."""
-    options = _parse_options()
-    facts = report.machine()
-    arguments = {
-        "names": options.strategies,
-        "epochs": _epochs(options),
-        "mnist": options.mnist,
-        "seeds": 1 if options.quick else options.seeds,
-        "rounds": 1 if options.quick else options.rounds,
-    }
-    outcome = job.run(options.ranks, "tests.benchmarks.compression_ranks:measure", arguments)
-    document = files.save(options.output, "compression", facts, outcome, options)
-    print(table(outcome.result))
-    print()
-    print(report.describe(document))
-    if "mnist" not in arguments["epochs"] and not options.costs_only:
-        print(f"without MNIST, which is not in {options.mnist}")
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = files.make_parser(__doc__)
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument(
-        "--strategies", nargs="+", choices=tuple(BY_NAME), default=list(BY_NAME), metavar="NAME"
-    )
+    add_option(parser, tuple(BY_NAME))
     parser.add_argument("--mnist", default=str(_MNIST), help="folder of its IDX files")
     parser.add_argument("--seeds", type=positive, default=3, help="(%(default)s)")
     parser.add_argument("--rounds", type=positive, default=9, help="of the timings (%(default)s)")
     parser.add_argument("--costs-only", action="store_true", help="without the accuracies")
     parser.add_argument("--quick", action="store_true", help="one seed, one epoch, one round")
-    parser.add_argument("--output", type=Path, default=files.DEFAULT_OUTPUT)
-    return parser.parse_args()
+    options = parser.parse_args()
+    there = {} if options.costs_only else {**_EPOCHS}
+    if without_mnist := not options.costs_only and not Path(options.mnist).is_dir():
+        del there["mnist"]
+    arguments = {
+        "names": options.strategies,
+        "epochs": {name: 1 if options.quick else count for name, count in there.items()},
+        "mnist": options.mnist,
+        "seeds": 1 if options.quick else options.seeds,
+        "rounds": 1 if options.quick else options.rounds,
+    }
+    document = files.measure("compression", options, options.ranks, arguments)
+    print(f"{table(document['results'])}\n")
+    print(report.describe(document))
+    if without_mnist:
+        print(f"without MNIST, which is not in {options.mnist}")
 
 
-def _epochs(options: argparse.Namespace) -> dict[str, int]:
-    """Return the number of epochs of each data set that there is."""
-    if options.costs_only:
-        return {}
-    there = {name: count for name, count in _EPOCHS.items() if name != "mnist"}
-    if Path(options.mnist).is_dir():
-        there = _EPOCHS
-    return {name: 1 if options.quick else count for name, count in there.items()}
+def measure(
+    comm: Any, names: Sequence[str], epochs: Mapping[str, int], mnist: str, seeds: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Go through the strategies, after one process that trains alone; collective.
+
+    Accuracies are those of ``seeds`` trainings with as many ``epochs`` on each data set.
+    """
+    import torch
+
+    import hvdlite.torch as hvd
+    from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step
+
+    torch.set_num_threads(1)
+    folders = {"digits": None, "mnist": Path(mnist)}
+    data = {name: Data(folders[name]) for name in epochs}
+
+    def accuracies(entry: Entry | None) -> dict[str, list[float]]:
+        return {
+            name: [accuracy(comm, entry, data[name], seed, epochs[name]) for seed in range(seeds)]
+            for name in data
+        }
+
+    with traffic.counting() as counter:
+        hvd.init(comm)
+    job.say(comm, "one process")
+    watch(_SECONDS)
+    alone = {"strategy": "one process", "title": "one process", "accuracy": accuracies(None)}
+    records: list[dict[str, Any]] = [alone]
+    dense = bytes_per_step(comm, DENSE, counter)
+    for entry in (BY_NAME[name] for name in names):
+        job.say(comm, entry.name)
+        watch(_SECONDS)
+        sent = bytes_per_step(comm, entry, counter)
+        records.append(
+            {
+                "strategy": entry.name,
+                "title": entry.title,
+                "settings": entry.strategy.name,
+                "bytes_per_step": sent,
+                "compression": dense / sent,
+                "accuracy": accuracies(entry),
+                **_cost(comm, entry, rounds),
+            }
+        )
+    hvd.shutdown()
+    return records
+
+
+def _cost(comm: Any, entry: Entry, rounds: int) -> dict[str, Any]:
+    """Measure first on one rank while the others sleep, then on all."""
+    from mpi4py import MPI
+
+    from hvdlite.transport.registry import connect
+    from hvdlite.world import world
+    from tests.benchmarks import compression_cost
+
+    found = compression_cost.on_one_core(entry, rounds) if comm.rank == 0 else None
+    Ranks(comm).meet()
+    transport = connect(MPI, world.current())
+    whole = compression_cost.on_all_ranks(comm, transport, entry, rounds)
+    transport.close()
+    return {"one_core": found, "all_ranks": whole}
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
@@ -111,7 +110,7 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
 
 
 def on_all_ranks(
-    comm: MPI.Comm, transport: Transport, entry: Entry, rounds: int
+    comm: Any, transport: Transport, entry: Entry, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Measure whole exchanges, dense ones and copies in turns; collective.
 

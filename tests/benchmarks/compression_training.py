@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from examples import digits
@@ -27,11 +26,7 @@ Model = torch.nn.Sequential
 
 
 class Data:
-    """A data set in memory.
-
-    Args:
-        folder: of MNIST; None: scikit-learn's digits.
-    """
+    """A data set in memory: MNIST from a folder, or scikit-learn's digits."""
 
     def __init__(self, folder: Path | None) -> None:
         loaded = digits.load(folder)
@@ -45,16 +40,10 @@ class Data:
             yield order[start : start + BATCH]
 
 
-def bytes_per_step(comm: MPI.Comm, entry: Entry, traffic: Traffic) -> float:
+def bytes_per_step(comm: Any, entry: Entry, traffic: Traffic) -> float:
     """Return the bytes that a rank sends per step for a fixed model; collective.
 
-    Args:
-        comm: of the ranks that hvdlite runs on.
-        entry: how.
-        traffic: counts.
-
-    Returns:
-        The mean over the ranks and some steps, agreement on what is sent included.
+    It is the mean over the ranks and some steps, agreement on what is sent included.
     """
     model = make_model(_PIXELS, seed=0)
     optimizer = distributed(model, entry)
@@ -70,18 +59,10 @@ def bytes_per_step(comm: MPI.Comm, entry: Entry, traffic: Traffic) -> float:
     return float(sent) / comm.size / (_STEPS - _FIRST_COUNTED)
 
 
-def accuracy(comm: MPI.Comm, entry: Entry | None, data: Data, seed: int, epochs: int) -> float:
+def accuracy(comm: Any, entry: Entry | None, data: Data, seed: int, epochs: int) -> float:
     """Train, and return the share of the test images that are recognised; collective.
 
-    Args:
-        comm: of the ranks that hvdlite runs on, each of which gets its share of each batch.
-        entry: how gradients travel; None: each rank trains by itself on whole batches.
-        data: alike on all ranks.
-        seed: of the weights and of the order of the samples.
-        epochs: how often to go through the data.
-
-    Raises:
-        AssertionError: the ranks have different weights in the end.
+    Each rank gets its share of each batch; without an entry it trains by itself on whole batches.
     """
     share = slice(None) if entry is None else slice(comm.rank, None, comm.size)
     model = make_model(data.images.shape[1], seed)

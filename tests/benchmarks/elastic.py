@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
+from hvdlite.tools.bench.measurement import order, timed
 from hvdlite.tools.bench.workloads import WORKLOADS
+from tests.benchmarks.files import median_text
 from tests.harness import mpirun
 
 _MODELS = {"resnet": 6, "layers": 60, "mlp": 6}  # and the number of steps in a turn
@@ -41,18 +41,12 @@ def _serve(models: list[str]) -> None:
         batch = WORKLOADS[name].batch
         replicas[name] = benchmark.Replica(name, name, batch, hvd.rank(), benchmark.hvdlite)
         replicas[name].broadcast()
-    while True:
-        name = hvd.broadcast_object(sys.stdin.readline().strip() if hvd.rank() == 0 else None)
-        if not name:
-            return
+    while name := hvd.broadcast_object(sys.stdin.readline().strip() if hvd.rank() == 0 else None):
         times = []
         for _ in range(_MODELS[name]):
             hvd.barrier()
-            start = time.perf_counter()
-            replicas[name].step()
-            times.append(time.perf_counter() - start)
-        if hvd.rank() == 0:
-            print(json.dumps(statistics.median(times)), flush=True)
+            times.append(timed(replicas[name].step))
+        hvd.on_rank_zero(print)(statistics.median(times), flush=True)
 
 
 @contextlib.contextmanager
@@ -66,7 +60,6 @@ def _job(ranks: int, models: list[str], *flags: str) -> Iterator[subprocess.Pope
         stdout=subprocess.PIPE,
         text=True,
     ) as job:
-        assert job.stdin is not None
         try:
             yield job
         finally:
@@ -75,27 +68,18 @@ def _job(ranks: int, models: list[str], *flags: str) -> Iterator[subprocess.Pope
     assert job.returncode == 0, job.returncode
 
 
-def _take_turn(job: subprocess.Popen[str], model: str) -> float:
-    assert job.stdin is not None
-    assert job.stdout is not None
-    job.stdin.write(model + "\n")
-    job.stdin.flush()
-    return float(json.loads(job.stdout.readline()))
-
-
-def _measure(ranks: int, models: list[str], turns: int) -> dict[str, tuple[float, float]]:
+def _measure(ranks: int, models: list[str], turns: int) -> dict[str, list[float]]:
     """Return the median seconds of a step, without and with ``--elastic``, for each model."""
     found = {}
     with _job(ranks, models) as plain, _job(ranks, models, "--elastic") as elastic:
         for model in models:
-            seconds: dict[bool, list[float]] = {False: [], True: []}
+            seconds: tuple[list[float], list[float]] = ([], [])
             for turn in range(turns + _WARM_UP):
-                order = (plain, elastic) if turn % 2 else (elastic, plain)
-                for job in order:
-                    taken = _take_turn(job, model)
-                    if turn >= _WARM_UP:
-                        seconds[job is elastic].append(taken)
-            found[model] = (statistics.median(seconds[False]), statistics.median(seconds[True]))
+                for index in order(2, turn):
+                    job = (plain, elastic)[index]
+                    print(model, file=job.stdin, flush=True)
+                    seconds[index].append(float(job.stdout.readline()))
+            found[model] = [statistics.median(each[_WARM_UP:]) for each in seconds]
     return found
 
 
@@ -107,10 +91,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="of each job with each model")
     parser.add_argument("--models", default=",".join(_MODELS))
     options = parser.parse_args()
-    models = options.models.split(",")
-    ratios: dict[str, list[float]] = {model: [] for model in models}
+    ratios: dict[str, list[float]] = {model: [] for model in options.models.split(",")}
     for _ in range(options.jobs):
-        for model, (plain, elastic) in _measure(options.np, models, options.turns).items():
+        for model, (plain, elastic) in _measure(options.np, [*ratios], options.turns).items():
             ratios[model].append(elastic / plain)
             print(
                 f"{model}: {plain * 1e3:.1f} ms a step, with --elastic {elastic * 1e3:.1f} ms; "
@@ -118,10 +101,7 @@ def main() -> None:
                 flush=True,
             )
     for model, found in ratios.items():
-        print(
-            f"{model}: median ratio {statistics.median(found):.3f} "
-            f"({min(found):.3f} to {max(found):.3f})"
-        )
+        print(f"{model}: median ratio {median_text(found, 3)}")
 
 
 if __name__ == "__main__":

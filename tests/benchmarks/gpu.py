@@ -9,7 +9,6 @@ as the limit, both passes of a copy on the device. Each time includes waiting fo
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -39,32 +38,22 @@ Contenders = dict[str, Callable[[], None]]
 
 def main() -> None:
     """Measure, print, write the JSON; without a device, say so and measure nothing."""
-    options = _parse_options()
+    parser = files.make_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, help="one for each device, and 2 at least")
+    files.add_limits(parser, rounds=100, seconds=5.0)
+    options = parser.parse_args()
     devices = _count_devices()
     ranks = options.ranks or max(2, devices)
     arguments = {"sizes": _SIZES, "limit": files.limits(options)}
-    facts = report.machine()
-    outcome = job.run(ranks, "tests.benchmarks.gpu:measure", arguments)
-    records = outcome.result
-    facts["devices"] = records[0]["devices"]
-    document = files.save(options.output, "gpu", facts, outcome, options)
-    print(_table(records))
+    document = files.measure("gpu", options, ranks, arguments)
+    print(_table(document["results"]))
     shared = "" if ranks <= devices else f", shared by {ranks} ranks"
-    print(f"{', '.join(sorted(set(facts['devices'])))}{shared}")
+    print(f"{', '.join(sorted(set(document['results'][0]['devices'])))}{shared}")
     print(report.describe(document))
 
 
 def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time sums of float32 in place; collective.
-
-    Args:
-        comm: all ranks.
-        sizes: bytes of the arrays.
-        limit: arguments of `Limit`.
-
-    Returns:
-        A record for each size.
-    """
+    """Time sums of float32 in place, of arrays of so many bytes; collective."""
     cuda = Cuda()
     device = comm.rank % cuda.device_count()
     names = comm.allgather(f"{cuda.device_name(device)} ({cuda.bus_id(device)})")
@@ -216,13 +205,6 @@ def _count_devices() -> int:
     if not devices:
         sys.exit("there is no CUDA device on this machine; nothing was measured")
     return devices
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=positive, help="one for each device, and 2 at least")
-    files.add_common_options(parser, rounds=100, seconds=5.0)
-    return parser.parse_args()
 
 
 def _table(records: Sequence[dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ a device need NCCL 2.30 and ``NCCL_MULTI_RANK_GPU_ENABLE=1``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -39,7 +38,13 @@ _TOLERANCE = 1e-2  # convolutions use TF32, and add in any order
 
 def main() -> None:
     """Measure with each way of exchange, print, and write the JSON."""
-    options = _parse_options()
+    parser = files.make_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=1)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    ways = ["auto", "host"]
+    parser.add_argument("--transports", nargs="+", default=ways, choices=ways)
+    files.add_limits(parser, rounds=100, seconds=8.0)
+    options = parser.parse_args()
     records = []
     facts = report.machine()
     for way in options.transports:
@@ -48,7 +53,7 @@ def main() -> None:
         outcome = job.run(options.ranks, "tests.benchmarks.gpu_training:measure", arguments)
         records += outcome.result
     outcome = outcome._replace(result=records)
-    document = files.save(options.output, f"gpu_training_{options.ranks}", facts, outcome, options)
+    document = files.save(f"gpu_training_{options.ranks}", facts, outcome, options)
     print(_table(records))
     print(f"{records[0]['device']}, {options.ranks} ranks; {report.describe(document)}")
 
@@ -56,16 +61,7 @@ def main() -> None:
 def measure(
     comm: MPI.Comm, workloads: Sequence[str], limit: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Time training steps of models; collective.
-
-    Args:
-        comm: all ranks.
-        workloads: names of `WORKLOADS`.
-        limit: arguments of `Limit`, for each.
-
-    Returns:
-        A record for each.
-    """
+    """Time training steps of models of `WORKLOADS`; collective."""
     device = comm.rank % torch.cuda.device_count()
     torch.cuda.set_device(device)
     hvd.init(comm)
@@ -151,16 +147,6 @@ def _check(comm: MPI.Comm, replicas: Sequence[_Replica]) -> None:
             expected = torch.from_numpy(total / comm.size)
         elif not (found.cpu() - expected).norm() <= _TOLERANCE * expected.norm():
             raise RuntimeError(f"rank {comm.rank}: {replica.name} does not give the average")
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=positive, default=1)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
-    ways = ["auto", "host"]
-    parser.add_argument("--transports", nargs="+", default=ways, choices=ways)
-    files.add_common_options(parser, rounds=100, seconds=8.0)
-    return parser.parse_args()
 
 
 def _table(records: Sequence[dict[str, Any]]) -> str:

@@ -14,29 +14,28 @@ formula of docs/guides/scaling.md predicts the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+import hvdlite as hvd
+from hvdlite.compression import Parameter, Reduction
+from hvdlite.engine import runtime
+from hvdlite.gradients.exchange import GradientExchange
+from tests.benchmarks.slow_link import run_on_hosts
 from tests.harness import mpirun
-from tests.harness.hosts import network_hosts
-from tests.launch import launcher
 
-BUCKETS, NBYTES = 4, 4 * 2**20
+_BUCKETS, _NBYTES = 4, 4 * 2**20
 _FIRST, _STEPS = 3, 4
-SUMS = [2**12, 2**18, 2**20, 2**22]
-_TIMED = """
-import json, sys
-from hvdlite.tools.bench import job
-size, hosts = sys.argv[1:]
-print(json.dumps(job.run(int(size), "tests.benchmarks.growth_ranks:timed", {}, hosts=hosts)[0]))
-"""
+_SUMS = [2**12, 2**18, 2**20, 2**22]
+_SECONDS = 600.0
 _SENT = re.compile(r"^[IE]\t\d+\t\d+\t(\d+) bytes\t(\d+) msgs", re.MULTILINE)
 
 
@@ -62,7 +61,7 @@ def _print(size: int, local: int) -> None:
     few, many = (_count(size, local, steps) for steps in (_FIRST, _FIRST + _STEPS))
     generations, messages, nbytes = (many - few) / _STEPS
     nodes = size // local
-    best = 2 * (nodes - 1) / nodes * BUCKETS * NBYTES / local
+    best = 2 * (nodes - 1) / nodes * _BUCKETS * _NBYTES / local
     print(
         f"{size:5}{local:11}{generations:13.1f}{messages:10.1f}{nbytes / 2**20:10.2f}"
         f"{best / 2**20:6.2f}",
@@ -76,19 +75,18 @@ def _count(size: int, local: int, steps: int) -> np.ndarray:
         extra = {
             "HVDLITE_FORCE_LOCAL_SIZE": str(local),
             "HVDLITE_OVERLAP": "0",  # all buckets in one round; else timing decides
-            "HVDLITE_FUSION_THRESHOLD": str(NBYTES),
-            "HVDLITE_FIRST_BUCKET_SIZE": str(NBYTES),
+            "HVDLITE_FUSION_THRESHOLD": str(_NBYTES),
+            "HVDLITE_FIRST_BUCKET_SIZE": str(_NBYTES),
             "OMPI_MCA_pml_monitoring_enable": "2",
             "OMPI_MCA_pml_monitoring_enable_output": "3",
             "OMPI_MCA_pml_monitoring_filename": f"{folder}/sent",
         }
-        command = mpirun.command(size, "-m", "tests.benchmarks.growth_ranks", str(steps))
         result = subprocess.run(
-            command,
+            mpirun.command(size, "-m", "tests.benchmarks.growth", "--rank", str(steps)),
             env=mpirun.environment(extra),
             cwd=mpirun.ROOT,
             stdout=subprocess.PIPE,
-            timeout=600.0,
+            timeout=_SECONDS,
         )
         if result.returncode:
             sys.exit(f"{size} ranks, {local} of a node: mpirun ended with {result.returncode}")
@@ -98,27 +96,60 @@ def _count(size: int, local: int, steps: int) -> np.ndarray:
     return np.array([float(result.stdout), messages, nbytes])
 
 
+def _exchange(steps: int) -> None:
+    """Exchange gradients as one rank, and print the generations on rank 0."""
+    hvd.init()
+    engine = runtime.engine()
+    parameters = [
+        Parameter(f"{number}", (_NBYTES // 4,), np.dtype(np.float32)) for number in range(_BUCKETS)
+    ]
+    exchange = GradientExchange(engine, "model", parameters, hvd.Compression.none, Reduction())
+    for step in range(steps):
+        exchange.begin()
+        for number in range(_BUCKETS):
+            exchange.buckets.slot(number)[...] = np.full(_NBYTES // 4, hvd.rank() + step)
+            exchange.mark(number)
+        exchange.finish()
+        expected = step + (hvd.size() - 1) / 2
+        assert all((exchange.buckets.result_slot(n) == expected).all() for n in range(_BUCKETS))
+    if hvd.rank() == 0:
+        node = getattr(engine.gradients.transport, "_node", engine.gradients.transport)
+        barrier = getattr(node, "_barrier", None)
+        print(barrier.last if barrier is not None else 0)
+    hvd.shutdown()
+
+
 def _compare(sizes: list[int], rate: float) -> None:
     """Print the times of sums on hosts, and what the formula predicts."""
     print("hosts      MiB  measured  predicted")
     latency = bandwidth = 0.0
     for size in sizes:
-        with network_hosts(size, rate) as network:
-            words = [_TIMED, str(size), network.slots(*[1] * size)]
-            done = network.run(
-                [sys.executable, "-c", *words], launcher.environment(), timeout=600.0
-            )
-        if done.returncode:
-            sys.exit(done.stderr)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = run_on_hosts(size, "tests.benchmarks.growth:timed", {}, rate, _SECONDS).result
         rounds, share = 4 * math.log2(size), 2 * (size - 1) / size
         latency = latency or found[0] / rounds
-        bandwidth = bandwidth or share * SUMS[-1] / (found[-1] - found[0])
-        for nbytes, seconds in zip(SUMS, found, strict=True):
+        bandwidth = bandwidth or share * _SUMS[-1] / (found[-1] - found[0])
+        for nbytes, seconds in zip(_SUMS, found, strict=True):
             predicted = rounds * latency + share * nbytes / bandwidth
             print(f"{size:5}{nbytes / 2**20:9.3f}{seconds:9.4f}s{predicted:10.4f}s", flush=True)
     print(f"latency {latency * 1e6:.0f} us, {bandwidth * 8e-6:.1f} Mbit/s")
 
 
+def timed(comm: Any) -> list[float]:
+    """Return the median seconds of sums of so many bytes, on the slowest rank."""
+    hvd.init(comm)
+    medians = []
+    for nbytes in _SUMS:
+        array = np.ones(nbytes // 4, np.float32)
+        seconds = []
+        for _ in range(12):
+            comm.Barrier()
+            start = time.perf_counter()
+            hvd.allreduce(array, op=hvd.Average, name=f"{nbytes}", out=array)
+            seconds.append(max(comm.allgather(time.perf_counter() - start)))
+        medians.append(float(np.median(seconds[2:])))
+    hvd.shutdown()
+    return medians
+
+
 if __name__ == "__main__":
-    main()
+    _exchange(int(sys.argv[2])) if sys.argv[1:2] == ["--rank"] else main()

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import hvdlite as hvd
+from hvdlite.tools.bench.measurement import timed
 from tests.examples.conftest import EXAMPLES
 
 _LEAVES = 10
@@ -33,8 +33,12 @@ def main() -> None:
     hvd.init()
     for title, size in _SIZES.items():
         contenders = _contenders(size)
-        seconds = np.array([_round(contenders) for _ in range(_ROUNDS + 10)])[10:]
-        seconds = hvd.allreduce(seconds, op=hvd.Max)
+        seconds = np.empty((_ROUNDS + 10, len(contenders)))
+        for row in seconds:
+            for index, run in enumerate(contenders.values()):
+                hvd.barrier()
+                row[index] = timed(run)
+        seconds = hvd.allreduce(seconds[10:], op=hvd.Max)
         found = np.stack([seconds.min(axis=0), np.median(seconds, axis=0)], axis=1) * 1e6
         rows = dict(zip(contenders, found, strict=True))
         rows["callback"] = rows["distributed"] - rows["alone"] - rows["numpy"]
@@ -43,18 +47,7 @@ def main() -> None:
             hvd.on_rank_zero(print)(text, flush=True)
 
 
-def _round(contenders: dict[str, Callable[[], None]]) -> list[float]:
-    """Return the seconds that each contender takes, all ranks beginning together."""
-    seconds = []
-    for run in contenders.values():
-        hvd.barrier()
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def _contenders(size: int) -> dict[str, Callable[[], None]]:
+def _contenders(size: int) -> dict[str, Callable[[], Any]]:
     import jax
     import jax.numpy as jnp
     import optax
@@ -63,7 +56,7 @@ def _contenders(size: int) -> dict[str, Callable[[], None]]:
     leaves = [jnp.full(size // _LEAVES, 1.0 + hvd.rank()) for _ in range(_LEAVES)]
     array = np.ones(size, np.float32)
 
-    def stepping(optimizer: Any) -> Callable[[], None]:
+    def stepping(optimizer: Any) -> Callable[[], Any]:
         state = optimizer.init(leaves)
         update = jax.jit(lambda gradients: optimizer.update(gradients, state)[0])
         return lambda: jax.block_until_ready(update(leaves))

@@ -22,31 +22,17 @@ from hvdlite.torch.replicas import make_check
 
 
 class Cost(NamedTuple):
-    """The seconds that a comparison takes in each step, and those of the step without it.
-
-    Attributes:
-        slices: of all steps but the first.
-        all: of the first one, which compares everything.
-        steps: of all steps.
-        rotation: the number of steps that compare everything.
-        nbytes: of the weights and the optimizer's state.
-    """
+    """The seconds that a comparison takes in each step, and those of the step without it."""
 
     slices: Sequence[float]
-    all: float
+    all: float  # the first comparison: of everything
     steps: Sequence[float]
-    rotation: int
-    nbytes: int
+    rotation: int  # the number of steps that compare everything
+    nbytes: int  # of the weights and the optimizer's state
 
 
 def measure(workload: str, batch: int, count: int) -> Cost:
-    """Train a model, and compare it with nobody before each step: caches are as in a job.
-
-    Args:
-        workload: its name.
-        batch: samples in a step.
-        count: steps.
-    """
+    """Train a model, and compare it with nobody before each step: caches are as in a job."""
     made: list[torch.optim.Optimizer] = []
 
     def wrap(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -7,73 +7,114 @@ of 3.9 million weights, whose gradients are 15.8 MB.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from hvdlite.tools.bench import job, report
-from tests.benchmarks import files
-from tests.benchmarks.strategies import BY_NAME, ON_A_SLOW_LINK
-from tests.harness.hosts import HostsUnavailableError, Network, network_hosts
+import numpy as np
+
+from hvdlite.tools.bench import job, measurement, report
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from tests.benchmarks import files, traffic
+from tests.benchmarks.strategies import BY_NAME, DENSE, ON_A_SLOW_LINK, add_option
+from tests.harness.hosts import HostsUnavailableError, network_hosts
 from tests.launch import launcher
 
 RANKS = 2
+_INPUTS, _WIDTHS = 1024, (1280, 1280, 768)
+_CLASSES = 10
+_BATCH = 8
+# In which parameters are compared, buckets packed anew, and low-rank factors found.
+_WARM_UP_STEPS = 3
+# In a row: what a link has saved up while it was silent is then a small part.
+_STEPS = 3
 _SECONDS = 1800.0
-_PROGRAM = f"""
+_PROGRAM = """
 import json, sys
 from hvdlite.tools.bench import job
-function, arguments, hosts = sys.argv[1:]
-print(json.dumps(job.run({RANKS}, function, json.loads(arguments), hosts=hosts)))
+size, function, arguments, hosts = sys.argv[1:]
+print(json.dumps(job.run(int(size), function, json.loads(arguments), hosts=hosts)))
 """
 
 
 def main() -> None:
     """Measure, print, write the JSON; say so where it cannot be done here."""
-    options = _parse_options()
-    facts = report.machine()
+    parser = files.make_parser(__doc__)
+    parser.add_argument("--rate", type=float, default=100e6, help="bits per second (%(default)g)")
+    add_option(parser, ON_A_SLOW_LINK)
+    files.add_limits(parser, rounds=10, seconds=120.0)
+    options = parser.parse_args()
     arguments = {"names": options.strategies, "limit": files.limits(options)}
-    function = "tests.benchmarks.slow_link_ranks:measure"
+    run = partial(run_on_hosts, rate=options.rate, seconds=_SECONDS)
     try:
-        with network_hosts(RANKS, options.rate) as network:
-            outcome = _run(network, function, arguments)
+        document = files.measure("slow_link", options, RANKS, arguments, run)
     except HostsUnavailableError as error:
         print(f"nothing measured: {error}")
         return
-    document = files.save(options.output, "slow_link", facts, outcome, options)
-    print(f"{options.rate / 1e6:g} Mbit/s, {RANKS} hosts of one rank")
-    print()
-    print(table(outcome.result))
-    print()
+    print(f"{options.rate / 1e6:g} Mbit/s, {RANKS} hosts of one rank\n")
+    print(f"{table(document['results'])}\n")
     print(report.describe(document))
 
 
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rate", type=float, default=100e6, help="bits per second (%(default)g)")
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        choices=tuple(BY_NAME),
-        default=list(ON_A_SLOW_LINK),
-        metavar="NAME",
-    )
-    files.add_common_options(parser, rounds=10, seconds=120.0)
-    return parser.parse_args()
-
-
-def _run(network: Network, function: str, arguments: dict[str, Any]) -> job.Outcome:
-    """Run the job from the network's first host, with one rank on each."""
-    words = [function, json.dumps(arguments), network.slots(*[1] * RANKS)]
-    done = network.run(
-        [sys.executable, "-c", _PROGRAM, *words], launcher.environment(), timeout=_SECONDS
-    )
+def run_on_hosts(
+    size: int, function: str, arguments: dict[str, Any], rate: float, seconds: float
+) -> job.Outcome:
+    """Run a job as `job.run` does, with one rank on each of as many hosts."""
+    with network_hosts(size, rate) as network:
+        words = [str(size), function, json.dumps(arguments), network.slots(*[1] * size)]
+        command = [sys.executable, "-c", _PROGRAM, *words]
+        done = network.run(command, launcher.environment(), timeout=seconds)
     sys.stderr.write(done.stderr)
     if done.returncode:
         sys.exit(done.returncode)
     return job.Outcome(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(comm: Any, names: Sequence[str], limit: dict[str, Any]) -> list[dict[str, Any]]:
+    """Time training steps with each strategy, the dense exchange first; collective."""
+    import torch
+
+    import hvdlite.torch as hvd
+
+    torch.set_num_threads(1)
+    with traffic.counting() as counter:
+        hvd.init(comm)
+    entries = [DENSE, *(BY_NAME[name] for name in names if name != DENSE.name)]
+    contenders = [Contender(entry.name, _step_of(entry, comm.rank)) for entry in entries]
+    sent = {}
+    for contender in contenders:
+        for _ in range(_WARM_UP_STEPS):
+            before = counter.sent()
+            contender.call()
+        sent[contender.name] = comm.allreduce(counter.sent() - before) / comm.size
+    seconds = interleave(Ranks(comm), contenders, Limit(**limit), calls=_STEPS)
+    hvd.shutdown()
+    return [
+        {
+            "strategy": entry.name,
+            "settings": entry.strategy.name,
+            "bytes_per_step": sent[entry.name],
+            "rounds": len(seconds[entry.name]),
+            "steps_in_a_row": _STEPS,
+            "seconds": measurement.summary(seconds[entry.name]),
+            "speedup": measurement.ratio(seconds[DENSE.name], seconds[entry.name]),
+        }
+        for entry in entries
+    ]
+
+
+def _step_of(entry: Any, seed: int) -> Callable[[], None]:
+    import torch
+
+    from tests.benchmarks.compression_training import distributed, make_model, train_step
+
+    model = make_model(_INPUTS, seed=0, widths=_WIDTHS)
+    draw = np.random.default_rng(seed)
+    images = torch.from_numpy(draw.standard_normal((_BATCH, _INPUTS), np.float32))
+    labels = torch.from_numpy(draw.integers(_CLASSES, size=_BATCH))
+    return partial(train_step, model, distributed(model, entry), images, labels)
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.compression import Compression, Strategy
@@ -71,3 +73,11 @@ DENSE = ENTRIES[0]
 
 ON_A_SLOW_LINK = ("none", "fp16", "top-k 1 %", "PowerSGD, rank 4")
 """Those that are compared there."""
+
+
+def add_option(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """Add the option that chooses strategies."""
+    names = tuple(BY_NAME)
+    parser.add_argument(
+        "--strategies", nargs="+", choices=names, default=list(default), metavar="NAME"
+    )

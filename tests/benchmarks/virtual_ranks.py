@@ -10,24 +10,22 @@ it: the time of as many batches of that size without any exchange.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+from hvdlite.tools.bench import job
+from hvdlite.tools.bench.measurement import timed
 from hvdlite.tools.bench.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS
-from tests.harness import mpirun
+from tests.benchmarks.files import median_text
 
 GLOBAL_BATCH = 32
 _COMPRESSIONS = ("none", "topk", "powersgd")
 _STEPS, _WARM_UP = 6, 2
 
 
-def _train(model_name: str, virtual: int, compression: str) -> None:
-    """Print the median seconds of a step from rank 0, with and without the exchange."""
+def train(_: Any, model_name: str, virtual: int, compression: str) -> dict[str, float]:
+    """Return the median seconds of a step, with and without the exchange."""
     import torch
 
     import hvdlite.torch as hvd
@@ -59,6 +57,7 @@ def _train(model_name: str, virtual: int, compression: str) -> None:
 
     def step() -> None:
         for _ in range(parts):
+            hvd.virtual_rank()  # chooses the data in a training; else a warning
             compute()
             optimizer.step()
 
@@ -72,20 +71,17 @@ def _train(model_name: str, virtual: int, compression: str) -> None:
         model=model,
     )
     found["exchanged"] = _seconds(step, hvd)
-    if hvd.rank() == 0:
-        print(json.dumps(found))
+    hvd.shutdown()
+    return found
 
 
 def _seconds(step: Callable[[], None], hvd: Any) -> float:
     """Return the median seconds of a step."""
     times = []
-    for number in range(_STEPS + _WARM_UP):
+    for _ in range(_STEPS + _WARM_UP):
         hvd.barrier()
-        start = time.perf_counter()
-        step()
-        if number >= _WARM_UP:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        times.append(timed(step))
+    return statistics.median(times[_WARM_UP:])
 
 
 def main() -> None:
@@ -95,43 +91,28 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--model", choices=[*WORKLOADS], default="resnet")
     options = parser.parse_args()
-    contenders = [
-        (virtual, compression)
+    seconds: dict[tuple[str, int], list[dict[str, float]]] = {
+        (compression, virtual): []
         for compression in _COMPRESSIONS
         for virtual in (0, options.np, 2 * options.np, 4 * options.np)
-    ]
-    seconds: dict[tuple[int, str], list[dict[str, float]]] = {each: [] for each in contenders}
+    }
     for _ in range(options.turns):
-        for virtual, compression in contenders:
-            job = subprocess.run(
-                [
-                    *(sys.executable, "-m", "hvdlite.launch", "-np", str(options.np)),
-                    *(sys.executable, "-m", "tests.benchmarks.virtual_ranks", "--rank"),
-                    *(options.model, str(virtual), compression),
-                ],
-                env=mpirun.environment(),
-                cwd=mpirun.ROOT,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            seconds[virtual, compression].append(json.loads(job.stdout))
-    for virtual, compression in contenders:
-        found = seconds[virtual, compression]
-        plain = seconds[0, compression]
+        for (compression, virtual), found in seconds.items():
+            arguments = {"model_name": options.model, "virtual": virtual}
+            arguments["compression"] = compression
+            done = job.run(options.np, "tests.benchmarks.virtual_ranks:train", arguments)
+            found.append(done.result)
+    for (compression, virtual), found in seconds.items():
+        plain = [each["exchanged"] for each in seconds[compression, 0]]
         step = statistics.median(each["exchanged"] for each in found)
-        ratios = [b["exchanged"] / a["exchanged"] for a, b in zip(plain, found, strict=True)]
-        small = [b["alone"] / a["exchanged"] for a, b in zip(plain, found, strict=True)]
+        ratios = [each["exchanged"] / one for each, one in zip(found, plain, strict=True)]
+        small = [each["alone"] / one for each, one in zip(found, plain, strict=True)]
         print(
             f"{compression}, virtual_ranks={virtual}: {step * 1e3:.0f} ms a step, "
-            f"{statistics.median(ratios):.2f} times that without "
-            f"({min(ratios):.2f} to {max(ratios):.2f}); "
+            f"times that without: {median_text(ratios, 2)}; "
             f"its batches alone {statistics.median(small):.2f}"
         )
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        _train(sys.argv[2], int(sys.argv[3]), sys.argv[4])
-    else:
-        main()
+    main()

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from tests.campaigns import make_parser
 from tests.elastic import crash_points
 from tests.simulated_mpi import Crash
 
@@ -36,11 +37,10 @@ def plans(options: argparse.Namespace) -> Iterator[tuple[Sequence[Crash], int | 
 
 def main() -> None:
     """Run the campaign and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--orders", type=int, default=0, help="how many other orders of turns")
     parser.add_argument("--pairs", type=int, default=0, help="instead, runs with two deaths")
     parser.add_argument("--sets", action="store_true", help="instead, add a process set")
-    parser.add_argument("--seed", type=int, default=0, help="of the pairs")
     options = parser.parse_args()
     logging.getLogger("hvdlite").setLevel(logging.CRITICAL)
     check = crash_points.check_adding if options.sets else crash_points.check

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import hvdlite
 from hvdlite.world import world
-from tests.harness import mpirun
-from tests.launch import launcher
+from tests.campaigns import make_parser, succeed
 
 RANKS = 3
 _SECONDS = 900
@@ -57,31 +56,19 @@ class Victim(Protocol):
 
 
 class Parting(NamedTuple):
-    """A change that one rank makes alone.
-
-    Attributes:
-        change: makes it.
-        label: a regular expression that the error's first difference matches.
-        at_once: whether it is found in the next step: an option.
-        follows: whether weights part with the step after it, and may be found in its place.
-    """
+    """A change that one rank makes alone."""
 
     change: Callable[[], object]
-    label: str
-    at_once: bool = False
-    follows: bool = False
+    label: str  # a regular expression that the error's first difference matches
+    at_once: bool = False  # it is found in the next step: an option
+    follows: bool = False  # weights part with the step after it, and may be found in its place
 
 
 class Found(NamedTuple):
-    """The outcome of a parting.
-
-    Attributes:
-        case: what it was.
-        steps: from the change to the error.
-    """
+    """The outcome of a parting."""
 
     case: str
-    steps: int
+    steps: int  # from the change to the error
 
 
 # In the job
@@ -90,14 +77,7 @@ class Found(NamedTuple):
 def part(
     victim: Victim, name: str, culprit: bool, at: int, error: type[Exception]
 ) -> tuple[int, str]:
-    """Make steps, part after one of them, and go on until all ranks are told.
-
-    Returns:
-        The number of the step that failed, and the message.
-
-    Raises:
-        AssertionError: none did.
-    """
+    """Part after a step, and go on until all ranks are told; return the step, and the message."""
     for number in range(1, at + _MOST_STEPS):
         try:
             victim.step(number)
@@ -109,11 +89,7 @@ def part(
 
 
 def check(message: str, parting: Parting, at: int, number: int) -> None:
-    """Require what a message says of a parting.
-
-    Raises:
-        AssertionError: it says something else.
-    """
+    """Require what a message says of a parting."""
     steps = r" \(equal in step (\d+), apart in step (\d+)\)"
     found = re.search(rf"replicas that differ: [^;]*{parting.label}.*{steps}", message)
     assert found, f"expected {parting.label}: {message}"
@@ -125,14 +101,7 @@ def check(message: str, parting: Parting, at: int, number: int) -> None:
 
 
 def hunt(framework: str, variant: str, seed: int, cases: int) -> Iterator[Found]:
-    """Part in every way, or in some of them, each with a new victim; in a job.
-
-    Args:
-        framework: one of `_VICTIMS`.
-        variant: one of `VARIANTS`.
-        seed: the same on all ranks.
-        cases: how many; 0: all.
-    """
+    """Part in every way (0), or in so many, each with a new victim; in a job."""
     module = importlib.import_module(_VICTIMS[framework][0])
     hvd = module.hvd
     options: dict[str, Any] = {}
@@ -192,29 +161,18 @@ def stay_quiet(framework: str, hows: Sequence[str], steps: int) -> None:
 
 
 def run(framework: str, variant: str, seed: int = 0, cases: int = 0) -> list[Found]:
-    """Run a job of `hunt`.
-
-    Raises:
-        AssertionError: a parting was not found, or the message was another.
-    """
+    """Run a job of `hunt`."""
     arguments = ("--job", variant, "--seed", seed, "--cases", cases)
     output = _launch(framework, VARIANTS[variant], arguments, {})
     return [Found(*json.loads(line)) for line in re.findall(r"^(\[.*\])$", output, re.MULTILINE)]
 
 
 def run_quietly(framework: str, hows: Sequence[str], steps: int) -> str:
-    """Run the jobs of `stay_quiet`: one with a death, and one for all else. Return their output.
-
-    Raises:
-        AssertionError: one failed.
-    """
+    """Run the jobs of `stay_quiet`: one with a death, and one for all else. Return their output."""
     death = {"HVDLITE_REHEARSE": f"kill:rank=1,step={steps // 2},point=exchange"}
     output = ""
-    for names, launch, faults in (
-        ([how for how in hows if how != "death"], (), {}),
-        ([how for how in hows if how == "death"], ("--elastic",), death),
-    ):
-        if names:
+    for is_death, launch, faults in ((False, (), {}), (True, ("--elastic",), death)):
+        if names := [how for how in hows if (how == "death") == is_death]:
             output += _launch(framework, launch, ("--steps", steps, "--job", *names), faults)
     return output
 
@@ -222,23 +180,20 @@ def run_quietly(framework: str, hows: Sequence[str], steps: int) -> str:
 def _launch(
     framework: str, launch: Sequence[str], arguments: Sequence[object], extra: Mapping[str, str]
 ) -> str:
-    job = launcher.hvdliterun(
+    return succeed(
         *("-np", RANKS, *launch, sys.executable, "-m", __spec__.name if __spec__ else __name__),
         *("--framework", framework, *arguments),
-        env=mpirun.environment({**_VICTIMS[framework][1], **extra}),
+        env={**_VICTIMS[framework][1], **extra},
         timeout=_SECONDS,
-    )
-    assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"
-    return job.stdout
+    ).stdout
 
 
 def main() -> None:
     """Run the campaign and print what came out; or be the job."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--framework", choices=[*_VICTIMS], default="torch")
     parser.add_argument("--variant", nargs="*", choices=[*VARIANTS], default=[*VARIANTS])
     parser.add_argument("--cases", type=int, default=0, help="of each variant; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", nargs="*", choices=QUIET, default=[*QUIET])
     parser.add_argument("--steps", type=int, default=1000, help="without an alarm")
     parser.add_argument("--job", nargs="+", choices=[*VARIANTS, *QUIET], help=argparse.SUPPRESS)

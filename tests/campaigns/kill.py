@@ -13,7 +13,6 @@ FSDP cannot go on: its job ends with an error on every rank that names the death
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import statistics
@@ -24,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tests.harness import mpirun
+from tests.campaigns import add_settings, make_parser, succeed
 from tests.launch import launcher
 
 RANKS = 4
@@ -32,23 +31,14 @@ _SECONDS = 120
 
 
 class Script(NamedTuple):
-    """A job.
-
-    Attributes:
-        path: The program, which takes the number of steps.
-        steps: That number.
-        seconds: About as long as they take, from the end of ``init()``.
-        has_steps: Whether hvdlite counts them, because there is an optimizer.
-        spares: How many processes wait to take the places of ranks that have died.
-        arguments: After the number of steps.
-    """
+    """A program, which takes the number of steps."""
 
     path: str
     steps: int
-    seconds: float
-    has_steps: bool = True
+    seconds: float  # about as long as they take, from the end of ``init()``
+    has_steps: bool = True  # hvdlite counts them, because there is an optimizer
     spares: int = 0
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # after the number of steps
 
 
 SCRIPTS = {
@@ -68,20 +58,12 @@ _POINTS = ("meet", "exchange", "confirm", "deliver", "delivered")
 
 
 class Run(NamedTuple):
-    """The outcome of a job.
+    """The outcome of a job."""
 
-    Attributes:
-        left: The ranks at the end, by their numbers at the start.
-        results: What they have printed, without their numbers; equal if all is well.
-        lost: Seconds that each recovery took, as rank 0 says.
-        longer: Seconds by which the slowest step of any rank was longer than its median, if the
-            job tells.
-    """
-
-    left: list[int]
-    results: set[str]
-    lost: list[float]
-    longer: list[float]
+    left: list[int]  # the ranks at the end, by their numbers at the start
+    results: set[str]  # printed by them; one if all is well
+    lost: list[float]  # seconds that each recovery took, as rank 0 says
+    longer: list[float]  # seconds of the slowest step beyond the median one, if the job tells
 
 
 def run(
@@ -90,25 +72,14 @@ def run(
     ranks: int = RANKS,
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
-    """Run a job with planted faults.
-
-    Args:
-        framework: One of `SCRIPTS`.
-        faults: As in HVDLITE_REHEARSE.
-        ranks: How many.
-        extra: More environment variables.
-
-    Raises:
-        AssertionError: it failed.
-    """
+    """Run a job of one of `SCRIPTS`, with planted faults as in HVDLITE_REHEARSE."""
     script = SCRIPTS[framework]
-    job = launcher.hvdliterun(
+    job = succeed(
         *("-np", ranks, "--elastic", "--spares", script.spares),
         *(sys.executable, script.path, script.steps, *script.arguments),
-        env=mpirun.environment({"HVDLITE_REHEARSE": ";".join(faults), **extra}),
+        env={"HVDLITE_REHEARSE": ";".join(faults), **extra},
         timeout=_SECONDS,
     )
-    assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"
     lines = re.findall(r"^left (\d+): (.*)$", job.stdout, re.MULTILINE)
     lost = re.findall(r"in the same step, after (\S+) s$", job.stderr, re.MULTILINE)
     left = sorted(int(rank) for rank, _ in lines)
@@ -120,8 +91,7 @@ def run(
 def run_fsdp(chance: random.Random, ranks: int) -> float:
     """Have a rank die in a job that cannot go on; return how long the last of the others took.
 
-    Raises:
-        AssertionError: the others did not all end with an error that names the death.
+    All of them must end with an error that names the death.
     """
     with tempfile.TemporaryDirectory() as folder:
         victim, seconds = chance.randrange(ranks), chance.uniform(0, 0.5)
@@ -154,11 +124,7 @@ def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> 
 
 
 def every_point(ranks: int = 3) -> int:
-    """Have each rank of a job of three steps die at each point that it gets to; count the points.
-
-    Raises:
-        AssertionError: a job failed, or went on with wrong values.
-    """
+    """Have each rank of a job of three steps die at each point that it gets to; count them."""
     tried = 0
     for rank in range(ranks):
         others = [each for each in range(ranks) if each != rank]
@@ -177,35 +143,23 @@ def every_point(ranks: int = 3) -> int:
 
 def main() -> None:
     """Run the campaign and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--framework", choices=[*SCRIPTS, "fsdp"], default="torch")
     parser.add_argument("--ranks", type=int, default=RANKS, help="at the start of each run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--every", action="store_true", help="instead, each rank at each point of three steps"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="of an environment variable",
-    )
+    parser.add_argument("--every", action="store_true", help="instead, each at each point")
+    add_settings(parser)
     options = parser.parse_args()
-    extra = dict(each.split("=", 1) for each in options.set)
+    extra, ranks = dict(options.set), options.ranks
     if options.every:
         print(f"{every_point()} deaths, and the others went on with the right values")
         return
     chance, deaths = random.Random(options.seed), 0
     if options.framework == "fsdp":
-        took = [run_fsdp(chance, options.ranks) for _ in range(options.runs)]
+        took = [run_fsdp(chance, ranks) for _ in range(options.runs)]
         print(f"{options.runs} of {options.runs} ended with a named error, in {max(took):.2f} s")
         return
-    lost: list[float] = []
-    longer: list[float] = []
-    undisturbed: set[str] = set()
-    ranks = options.ranks
+    lost, longer, undisturbed = [], [], set()
     if options.framework.startswith("virtual"):  # the same bits as those of one process
         undisturbed = run(options.framework, [], 1, extra).results
     for number in range(options.runs):

@@ -5,7 +5,6 @@ python -m tests.campaigns.restarts --runs 20
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -16,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns import make_parser, succeed
 from tests.harness import mpirun
-from tests.launch import launcher
 
 _SCRIPTS = {"torch": "pytorch_mnist.py", "tensorflow": "tensorflow_mnist.py"}
 EPOCHS = 4
@@ -26,36 +25,22 @@ _SECONDS = 180
 
 
 def train(framework: str, *victim: int) -> tuple[dict[str, Any], str, float]:
-    """Train on two ranks; return the result, standard error, and the seconds.
-
-    Args:
-        framework: that of the example.
-        victim: the rank that dies, and the step; none: no rank does.
-
-    Raises:
-        AssertionError: the job failed.
-    """
+    """Train on two ranks, of which one may die at a step; return result, stderr, and seconds."""
     example = mpirun.ROOT / "examples" / _SCRIPTS[framework]
     program = [Path(__file__).with_name("victim.py"), *victim, example] if victim else [example]
     with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
         began = time.perf_counter()
-        job = launcher.hvdliterun(
+        job = succeed(
             *("-np", 2, "--restarts", 1, sys.executable, *program),
             *("--epochs", EPOCHS, "--checkpoint-dir", folder, "--json"),
-            env=mpirun.environment(),
             timeout=_SECONDS,
         )
         seconds = time.perf_counter() - began
-    assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"
     return json.loads(job.stdout.splitlines()[-1]), job.stderr, seconds
 
 
 def compare(framework: str, expected: dict[str, Any], rank: int, step: int) -> float:
-    """Train with a death, expect the undisturbed result, and return the seconds.
-
-    Raises:
-        AssertionError: the result is another one, or the line about the death.
-    """
+    """Train with a death, expect the undisturbed result, and return the seconds."""
     result, errors, seconds = train(framework, rank, step)
     line = (
         rf"^hvdliterun: rank {rank} on host \S+ was killed by signal 9 \(SIGKILL\) "
@@ -69,10 +54,9 @@ def compare(framework: str, expected: dict[str, Any], rank: int, step: int) -> f
 
 def main() -> None:
     """Run the campaign and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__, seed=1)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--framework", choices=_SCRIPTS, default="torch")
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     numbers = random.Random(options.seed)
     expected, _, undisturbed = train(options.framework)

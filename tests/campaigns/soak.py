@@ -11,7 +11,6 @@ is right, and that neither a process of the job remains, nor, once another has s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.campaigns import add_settings, make_parser
 from tests.harness import mpirun
 from tests.launch import launcher
 
@@ -51,30 +51,18 @@ _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
 
 
 class Plan(NamedTuple):
-    """The events of a job that comes to its end.
+    """The events of a job that comes to its end."""
 
-    Attributes:
-        seconds: How long it trains.
-        pause: The least and the most seconds between two faults.
-        deaths: How many at most; so many spares wait.
-    """
-
-    seconds: float
-    pause: tuple[float, float] = (1.0, 8.0)
-    deaths: int = SPARES
+    seconds: float  # of training
+    pause: tuple[float, float] = (1.0, 8.0)  # the least and the most seconds between two faults
+    deaths: int = SPARES  # at most; so many spares wait
 
 
 @dataclass
 class Process:
-    """A process of a job that has begun the script.
+    """A process of a job that has begun the script."""
 
-    Attributes:
-        number: Its number at the start; those from `RANKS` on are spares.
-        pid: Its process id.
-        records: What it has reported.
-    """
-
-    number: int
+    number: int  # at the start; those from `RANKS` on are spares
     pid: int = 0
     records: list[dict[str, Any]] = field(default_factory=list)
     _read: int = 0
@@ -112,16 +100,9 @@ class Process:
 
 
 class Job:
-    """A job under ``hvdliterun``, its processes and files.
-
-    Args:
-        extra: More environment variables.
-        spares: The number of processes that wait.
-    """
+    """A job under ``hvdliterun``, its processes and files."""
 
     def __init__(self, extra: Mapping[str, str], spares: int = SPARES) -> None:
-        self.extra = extra
-        self.spares = spares
         self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
         self.temporary = self.folder / "tmp"
         self.reports = self.folder / "reports"
@@ -133,6 +114,11 @@ class Job:
         self.log: list[str] = []
         self.files: set[str] = set()  # that its processes had open or mapped
         self.pids: set[int] = set()
+        own = {MARK: self.mark, "TMPDIR": str(self.temporary), "SOAK_PACE": str(_PACE)}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # made by PyTorch's import
+        # Exceptions come at random, perhaps several between two commits.
+        own["HVDLITE_ELASTIC_RETRIES"] = "0"
+        self._environment = mpirun.environment({**own, **extra})
         self._looked = 0.0
         self._before = _names()
         self._mounts = _mounts()
@@ -144,20 +130,13 @@ class Job:
                     *("-np", RANKS, "--elastic", "--spares", spares),
                     *(sys.executable, _SCRIPT, self.reports),
                 ),
-                env=self._environment(),
+                env=self._environment,
                 cwd=mpirun.ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def _environment(self) -> dict[str, str]:
-        own = {MARK: self.mark, "TMPDIR": str(self.temporary), "SOAK_PACE": str(_PACE)}
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # made by PyTorch's import
-        # Exceptions come at random, perhaps several between two commits.
-        own["HVDLITE_ELASTIC_RETRIES"] = "0"
-        return mpirun.environment({**own, **self.extra})
 
     @property
     def step(self) -> int:
@@ -189,11 +168,7 @@ class Job:
                 self.files |= _files_of(pid)
 
     def wait_for_start(self) -> None:
-        """Wait until the ranks train.
-
-        Raises:
-            AssertionError: It takes too long, or the job ends.
-        """
+        """Wait until the ranks train."""
         deadline = time.monotonic() + _SECONDS_TO_START
         while sum(each.step > 0 for each in self.processes) < RANKS:
             assert self.launcher.poll() is None, self.describe("the job ended at its start")
@@ -202,11 +177,6 @@ class Job:
             self.look()
         self._looked = 0.0
         self.look()
-
-    def signal(self, process: Process, number: signal.Signals) -> None:
-        """Send a signal to a process, if there still is one."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
 
     def describe(self, text: str) -> str:
         """Return a text with all that helps to find out what has happened."""
@@ -220,18 +190,14 @@ class Job:
         return f"{text}\n{log}\n{reports}\n{output}\nfiles: {self.folder}"
 
     def end(self) -> None:
-        """Kill what is left after a failure."""
-        for pid in _marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill all processes, those, too, that begin in the meantime."""
+        for _ in range(3):
+            for pid in _marked(self.mark):
+                _signal(pid, signal.SIGKILL)
         self.launcher.wait()
 
     def wait_until_gone(self) -> float:
-        """Wait until no process of the job is left; return how many seconds that took.
-
-        Raises:
-            AssertionError: Some stay.
-        """
+        """Wait until no process of the job is left; return how many seconds that took."""
         began = time.monotonic()
         while left := [pid for pid in _marked(self.mark) if _is_alive(pid)]:
             if time.monotonic() > began + _SECONDS_TO_GO:
@@ -250,24 +216,21 @@ class Job:
         mounts = [line for line in _mounts() - self._mounts if str(self.folder) in line]
         return [*inside, *(path for path in used if os.path.exists(path)), *new, *mounts]
 
-    def next_start(self) -> None:
-        """Start another job in the same place."""
-        command = launcher.command("-np", 1, sys.executable, "-c", "")
-        env = {**self._environment(), MARK: "the next job"}
-        subprocess.run(command, env=env, cwd=mpirun.ROOT, check=True, stdin=subprocess.DEVNULL)
-
     def remove(self) -> None:
         """Remove the job's folder."""
         shutil.rmtree(self.folder)
+
+    def next_start(self) -> None:
+        """Start another job in the same place."""
+        command = launcher.command("-np", 1, sys.executable, "-c", "")
+        env = {**self._environment, MARK: "the next job"}
+        subprocess.run(command, env=env, cwd=mpirun.ROOT, check=True, stdin=subprocess.DEVNULL)
 
 
 def survive(job: Job, chance: random.Random, plan: Plan) -> None:
     """Plant faults, and then let the job come to its end.
 
     One of the first ranks is never killed, so that it lives through all recoveries.
-
-    Raises:
-        AssertionError: The job hangs, fails, or has a wrong result.
     """
     job.wait_for_start()
     survivor = chance.randrange(RANKS)
@@ -288,7 +251,7 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
         for due, process in list(stopped):
             if now >= due:
                 stopped.remove((due, process))
-                job.signal(process, signal.SIGCONT)
+                _signal(process.pid, signal.SIGCONT)
         is_due = now >= following or (again is not None and now >= again)
         if now > began + plan.seconds and not stopped:
             if job.step > fault_at + 20:  # the last spares have come in
@@ -307,23 +270,23 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
         if kind == "stop":
             process, seconds = chance.choice(ranks + waiting[:1]), chance.uniform(0.1, 3.0)
             job.note(f"stop {process.number} for {seconds:.2f} s")
-            job.signal(process, signal.SIGSTOP)
+            _signal(process.pid, signal.SIGSTOP)
             stopped.append((now + seconds, process))
         elif kind == "raise":
             process = chance.choice(ranks)
             job.note(f"raise in {process.number}")
-            job.signal(process, signal.SIGUSR1)
+            _signal(process.pid, signal.SIGUSR1)
         elif kind == "kill" and mortal and deaths < plan.deaths:
             process = chance.choice(mortal)
             job.note(f"kill {process.number}")
-            job.signal(process, signal.SIGKILL)
+            _signal(process.pid, signal.SIGKILL)
             deaths += 1
             if chance.random() < 0.25:
                 again = now + chance.uniform(0.0, 0.3)
         elif kind == "spare" and waiting and deaths < plan.deaths:
             process = chance.choice(waiting)
             job.note(f"kill {process.number}, which waits")
-            job.signal(process, signal.SIGKILL)
+            _signal(process.pid, signal.SIGKILL)
             deaths += 1
         else:
             continue
@@ -345,17 +308,11 @@ def _next(chance: random.Random, plan: Plan) -> float:
 
 
 class Growth(NamedTuple):
-    """The resources that a process held, by its first reports after each change of the ranks.
-
-    Attributes:
-        number: Which process.
-        changes: How many reports there are.
-        values: All values of each quantity, in order.
-    """
+    """The resources that a process held, by its first reports after each change of the ranks."""
 
     number: int
     changes: int
-    values: dict[str, list[int]]
+    values: dict[str, list[int]]  # of each quantity, in order
 
     def of_memory(self) -> float:
         """Return by how many KiB memory has grown per change, once warm: the median slope."""
@@ -383,11 +340,7 @@ def growth(job: Job) -> list[Growth]:
 
 
 def check_growth(job: Job, found: Sequence[Growth]) -> None:
-    """Require that no process has grown.
-
-    Raises:
-        AssertionError: One has.
-    """
+    """Require that no process has grown."""
     for each in found:
         for name in _EXACT:
             warm = each.values[name][_WARM:]
@@ -401,23 +354,11 @@ def check_growth(job: Job, found: Sequence[Growth]) -> None:
         )
 
 
-def kill_all(job: Job, chance: random.Random) -> None:
-    """Kill all processes of the job at a random moment."""
-    _wait_a_moment(job, chance)
-    for _ in range(3):  # those, too, that have begun in the meantime
-        for pid in _marked(job.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    job.launcher.wait()
-
-
-def kill_one(job: Job, chance: random.Random, which: str) -> None:
-    """Kill hvdliterun or mpirun at a random moment."""
-    _wait_a_moment(job, chance)
+def kill_one(job: Job, which: str) -> None:
+    """Kill hvdliterun or mpirun."""
     found = [pid for pid in _marked(job.mark) if which in _command_line(pid).split(" -np ")[0]]
     for pid in found or [job.launcher.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGKILL)
     job.launcher.wait()
 
 
@@ -431,31 +372,26 @@ def _wait_a_moment(job: Job, chance: random.Random) -> None:
         ranks = [each for each in job.ranks if each.step > 0]
         if not killed and len(ranks) == RANKS and time.monotonic() > deadline - 2.0:
             killed = True
-            job.signal(chance.choice(ranks), signal.SIGKILL)
+            _signal(chance.choice(ranks).pid, signal.SIGKILL)
             deadline = time.monotonic() + chance.uniform(0.0, 0.5)
 
 
 def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) -> str:
-    """Run a job of one kind, and return a line about it.
+    """Run a job of one kind, and return a line about it; if it fails, the job's folder is left.
 
-    Args:
-        kind: "well", "all", "hvdliterun" or "mpirun".
-        chance: Decides about the faults.
-        plan: For one of kind "well".
-        extra: More environment variables.
-
-    Raises:
-        AssertionError: Something was wrong; the job's folder is left.
+    The kind is "well", which has the plan, or what is killed: "all", "hvdliterun" or "mpirun".
     """
     job = Job(extra, plan.deaths if kind == "well" else 2)
     try:
         text = ""
         if kind == "well":
             survive(job, chance, plan)
-        elif kind == "all":
-            kill_all(job, chance)
         else:
-            kill_one(job, chance, "hvdlite.launch" if kind == "hvdliterun" else "prterun")
+            _wait_a_moment(job, chance)
+            if kind == "all":
+                job.end()
+            else:
+                kill_one(job, "hvdlite.launch" if kind == "hvdliterun" else "prterun")
         gone = job.wait_until_gone()
         left = job.leftovers()
         if kind in ("all", "hvdliterun"):
@@ -497,6 +433,12 @@ def _marked(mark: str) -> list[int]:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
     return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, if there still is one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _is_alive(pid: int) -> bool:
@@ -550,20 +492,12 @@ def kinds(chance: random.Random) -> Iterator[str]:
 
 def main() -> None:
     """Run jobs for some minutes, and print a line about each."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job-minutes", type=float, default=3.0, help="of a job that ends well")
     parser.add_argument("--kind", choices=["well", "all", "hvdliterun", "mpirun"], help="only")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="of an environment variable",
-    )
+    add_settings(parser)
     options = parser.parse_args()
-    extra = dict(each.split("=", 1) for each in options.set)
     chance = random.Random(options.seed)
     end = time.monotonic() + 60.0 * options.minutes
     counts: Counter[str] = Counter()
@@ -574,7 +508,7 @@ def main() -> None:
         kind = options.kind or kind
         plan = Plan(min(60.0 * options.job_minutes, max(left, 20.0)))
         try:
-            print(run(kind, chance, plan, extra), flush=True)
+            print(run(kind, chance, plan, dict(options.set)), flush=True)
         except AssertionError as error:
             print(
                 f"seed {options.seed}, job {sum(counts.values())} ({kind}) failed: {error}",

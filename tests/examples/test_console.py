@@ -15,33 +15,39 @@ def console(example):
     return example("console")
 
 
-def _options(console, monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["script", *arguments])
-    return console.parse_options("A script.\n\nMore.")
+@pytest.fixture
+def options(console, monkeypatch):
+    """Parse options of the examples."""
+
+    def parse(*arguments):
+        monkeypatch.setattr("sys.argv", ["script", *arguments])
+        return console.parse_options("A script.\n\nMore.")
+
+    return parse
 
 
-def test_epochs_by_data_set(console, monkeypatch):
-    assert _options(console, monkeypatch).epochs == 30
-    assert _options(console, monkeypatch, "--data-dir", "mnist").epochs == 6
-    assert _options(console, monkeypatch, "--data-dir", "mnist", "--epochs", "2").epochs == 2
+def test_epochs_by_data_set_of_which_a_sixth_is_warm_up(options):
+    for arguments, epochs, warm_up in (
+        ((), 30, 5),
+        (("--data-dir", "mnist"), 6, 1),
+        (("--data-dir", "mnist", "--epochs", "2", "--warmup-epochs", "0"), 2, 0),
+    ):
+        found = options(*arguments)
+        assert (found.epochs, found.warmup_epochs) == (epochs, warm_up)
 
 
-def test_a_sixth_of_the_epochs_is_warm_up(console, monkeypatch):
-    assert _options(console, monkeypatch).warmup_epochs == 5
-    assert _options(console, monkeypatch, "--warmup-epochs", "0").warmup_epochs == 0
+def test_numbers_below_one(options, capsys):
+    for option in ("--epochs", "--steps", "--batch-size"):
+        with pytest.raises(SystemExit) as caught:
+            options(option, "0")
+        assert caught.value.code == 2
+        assert f"{option}: 0 is not above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--epochs", "--steps", "--batch-size"])
-def test_numbers_below_one(console, monkeypatch, capsys, option):
-    with pytest.raises(SystemExit) as caught:
-        _options(console, monkeypatch, option, "0")
-    assert caught.value.code == 2
-    assert f"{option}: 0 is not above 0" in capsys.readouterr().err
-
-
-def test_plan_of_whole_epochs(console, example, monkeypatch):
-    options = _options(console, monkeypatch, "--epochs", "3", "--warmup-epochs", "0.5")
-    plan = example("plan").Plan(options, steps_per_epoch=4)
+def test_plan_of_whole_epochs(options, example):
+    plan = example("plan").Plan(
+        options("--epochs", "3", "--warmup-epochs", "0.5"), steps_per_epoch=4
+    )
     assert list(plan.epochs(0)) == [(0, range(4)), (1, range(4, 8)), (2, range(8, 12))]
     assert list(plan.epochs(2)) == [(2, range(8, 12))]
     assert list(plan.epochs(3)) == []
@@ -49,21 +55,17 @@ def test_plan_of_whole_epochs(console, example, monkeypatch):
     assert [plan.decay(step) for step in (0, 3, 6)] == [1, 0.75, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
+def test_plan_that_stops_early(options, example):
+    for steps, expected in (
         (3, [(0, range(3))]),
         (4, [(0, range(4))]),
         (5, [(0, range(4)), (1, range(4, 5))]),
         (99, [(0, range(4)), (1, range(4, 8))]),
-    ],
-)
-def test_plan_that_stops_early(console, example, monkeypatch, steps, expected):
-    options = _options(console, monkeypatch, "--epochs", "2", "--steps", str(steps))
-    plan = example("plan").Plan(options, steps_per_epoch=4)
-    assert list(plan.epochs(0)) == expected
-    # The learning rate is the one of a training that goes on, so that it can be resumed.
-    assert plan.decay(4) == 0.5
+    ):
+        plan = example("plan").Plan(options("--epochs", "2", "--steps", str(steps)), 4)
+        assert list(plan.epochs(0)) == expected
+        # The learning rate is the one of a training that goes on, so that it can be resumed.
+        assert plan.decay(4) == 0.5
 
 
 @ranks(1, 2)

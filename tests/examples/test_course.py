@@ -209,33 +209,37 @@ def check_homework(lines, size, folder):
 
 HOMEWORK = ("--epochs", 1, "--warmup-epochs", 0, 0.5, "--formats", "pdf", "png")
 RESNET = ("--num_steps", 3, "--batch_size", 2, "--image_size", 32, "--width", 4, "--json")
-
-
 TRAINING = ("--epochs", 3, "--lr", 0.05)
+
+
+def check_all(framework, size, folder, suffix):
+    """Run the scripts of a framework, and return the checkpoints of both trainings."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    homework = "course_homework.py" if framework == "torch" else f"course_homework_{framework}.py"
+    both = folder / f"parallel{suffix}", folder / f"sequential{suffix}"
+    parallel, resnet, homework, sequential = run_in_turn(
+        size,
+        (f"course_mnist_{framework}.py", *TRAINING, "--checkpoint", both[0]),
+        (f"course_resnet_{framework}.py", *RESNET),
+        (homework, *HOMEWORK, "--output-dir", folder),
+        (f"course_mnist_{framework}_sequential.py", *TRAINING, "--checkpoint", both[1]),
+    )
+    check_learned(parallel, 3)
+    check_learned(sequential, 3)
+    check_rates(resnet, size, 3)
+    check_homework(homework, size, folder)
+    return both
 
 
 @pytest.mark.slow
 def test_pytorch(tmp_path):
     torch = pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("sklearn")
-    checkpoints = tmp_path / "parallel.pt", tmp_path / "sequential.pt"
-    parallel, resnet, homework, sequential = run_in_turn(
-        2,
-        ("course_mnist_torch.py", *TRAINING, "--checkpoint", checkpoints[0]),
-        ("course_resnet_torch.py", *RESNET),
-        ("course_homework.py", *HOMEWORK, "--output-dir", tmp_path),
-        ("course_mnist_torch_sequential.py", *TRAINING, "--checkpoint", checkpoints[1]),
-    )
-    check_learned(parallel, 3)
-    check_learned(sequential, 3)
     shapes = [
         {name: tensor.shape for name, tensor in torch.load(path)["model"].items()}
-        for path in checkpoints
+        for path in check_all("torch", 2, tmp_path, ".pt")
     ]
     assert shapes[0] == shapes[1]
-    check_rates(resnet, 2, 3)
-    check_homework(homework, 2, tmp_path)
 
 
 def test_homework_without_mnist_has_steps_enough_for_a_warm_up(example, monkeypatch, tmp_path):
@@ -256,18 +260,6 @@ def test_homework_without_mnist_has_steps_enough_for_a_warm_up(example, monkeypa
 @pytest.mark.slow
 def test_tensorflow(tmp_path):
     """On one rank: `test_training` runs a script with the same calls on two."""
-    for package in ("tensorflow", "matplotlib", "sklearn"):
-        pytest.importorskip(package)
-    checkpoint = tmp_path / "model.keras"
-    parallel, resnet, homework, sequential = run_in_turn(
-        1,
-        ("course_mnist_tensorflow.py", *TRAINING, "--checkpoint", checkpoint),
-        ("course_resnet_tensorflow.py", *RESNET),
-        ("course_homework_tensorflow.py", *HOMEWORK, "--output-dir", tmp_path),
-        ("course_mnist_tensorflow_sequential.py", *TRAINING),
-    )
-    check_learned(parallel, 3)
-    check_learned(sequential, 3)
-    check_rates(resnet, 1, 3)
-    check_homework(homework, 1, tmp_path)
-    assert checkpoint.exists()
+    pytest.importorskip("tensorflow")
+    for path in check_all("tensorflow", 1, tmp_path, ".keras"):
+        assert path.exists()

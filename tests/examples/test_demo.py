@@ -36,25 +36,23 @@ def demo(example, monkeypatch, tmp_path):
     return module
 
 
-def _main(demo, monkeypatch, capfd, *arguments):
-    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
-    code = demo.main()
-    captured = capfd.readouterr()
-    return code, captured.out, captured.err
+@pytest.fixture
+def run(demo, monkeypatch, capfd):
+    """Run the demo; return its exit code, and what it prints."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+        return demo.main(), *capfd.readouterr()
+
+    return run
 
 
-def test_table(demo, monkeypatch, capfd):
-    code, out, err = _main(demo, monkeypatch, capfd, "--processes", "3")
+def test_table(run):
+    code, out, err = run("--processes", "3")
     assert code == 0
     (row,) = [line for line in out.splitlines() if "Quick" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "Quick",
-        "3",
-        "12,346",
-        "0.2500",
-        "0.9750",
-        "yes (01234567)",
-    ]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["Quick", "3", "12,346", "0.2500", "0.9750", "yes (01234567)"]
     assert err == "Quick on 3 processes\n"
 
 
@@ -65,8 +63,8 @@ def test_options_are_passed_on(demo, monkeypatch):
     assert result["arguments"] == ["--json", "--epochs", "4"]
 
 
-def test_failure(demo, monkeypatch, capfd):
-    code, out, err = _main(demo, monkeypatch, capfd, "--data-dir", "nowhere")
+def test_failure(run):
+    code, out, err = run("--data-dir", "nowhere")
     assert code == 1
     assert "failed" in out
     assert err.count("no data\n") == 1
@@ -74,19 +72,15 @@ def test_failure(demo, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_framework_that_is_not_installed(demo, monkeypatch, capfd):
-    frameworks = (("Missing", "no_such_module", "none.py"), *demo.FRAMEWORKS)
-    monkeypatch.setattr(demo, "FRAMEWORKS", frameworks)
-    code, out, err = _main(demo, monkeypatch, capfd)
+def test_framework_that_is_not_installed(demo, run, monkeypatch):
+    missing = ("Missing", "no_such_module", "none.py")
+    monkeypatch.setattr(demo, "FRAMEWORKS", (missing, *demo.FRAMEWORKS))
+    code, out, err = run()
     assert code == 0
     assert "Missing" not in out
     assert "pip install 'hvdlite[no_such_module]'" in err
-
-
-def test_no_framework_at_all(demo, monkeypatch, capfd):
-    monkeypatch.setattr(demo, "FRAMEWORKS", (("Missing", "no_such_module", "none.py"),))
-    code, _, _ = _main(demo, monkeypatch, capfd)
-    assert code == 1
+    monkeypatch.setattr(demo, "FRAMEWORKS", (missing,))
+    assert run()[0] == 1
 
 
 def test_notices_of_tensorflow_are_left_out(demo, capfd):

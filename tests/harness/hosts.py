@@ -21,7 +21,6 @@ import contextlib
 import functools
 import os
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -49,17 +48,11 @@ class HostsUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """One host.
+    """One host."""
 
-    Attributes:
-        name: its host name, which the other hosts can resolve.
-        address: its IPv4 address, that of its interface eth0.
-        keeper: the process that keeps its namespaces.
-    """
-
-    name: str
-    address: str
-    keeper: int
+    name: str  # which the other hosts can resolve
+    address: str  # IPv4, of its interface eth0
+    keeper: int  # the process that keeps its namespaces
 
     def enter(self, *command: str) -> list[str]:
         """Return the command line that runs a command on this host, in the repository's root."""
@@ -84,15 +77,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts that reach each other.
+    """Hosts that reach each other."""
 
-    Attributes:
-        hosts: the hosts, named host0, host1, ...
-        folder: a folder for as long as they exist, with their ``ssh`` and a TMPDIR for each.
-    """
-
-    hosts: Sequence[Host]
-    folder: Path
+    hosts: Sequence[Host]  # host0, host1, ...
+    folder: Path  # for as long as they exist, with their ``ssh`` and a TMPDIR for each
 
     def slots(self, *counts: int) -> str:
         """Return the first hosts with these numbers of slots, in the format of ``-H``."""
@@ -102,39 +90,15 @@ class Network:
     def run(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 30.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the first host, where mpirun reaches the others by their ``ssh``.
+        """Run a command on the first host, in the repository's root; see `mpirun.captured`.
 
-        Processes that still run on the hosts after it are killed.
-
-        Args:
-            command: the command line; it runs in the repository's root.
-            env: its environment; None: this process's.
-            timeout: seconds.
-
-        Raises:
-            TimeoutError: it did not end in time; its output is shown.
+        There mpirun reaches the others by their ``ssh``. Processes that still run on the hosts
+        after it are killed.
         """
-        # Files, because a pipe would stay open as long as anything that the command left behind.
-        with (
-            tempfile.TemporaryFile("w+", errors="replace") as out,
-            tempfile.TemporaryFile("w+", errors="replace") as err,
-        ):
-            process = subprocess.Popen(
-                self.hosts[0].enter(*command),
-                env={**(os.environ if env is None else env), **self._variables()},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-            in_time = self._wait(process, timeout)
-            for file in (out, err):
-                file.seek(0)
-            stdout, stderr = out.read(), err.read()
-        if not in_time:
-            said = f"{shlex.join(command)} ran longer than {timeout:g} s"
-            raise TimeoutError(f"{said}\n{stdout}\n{stderr}")
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        from tests.harness.mpirun import captured  # which a keeper does not find
+
+        env = {**(os.environ if env is None else env), **self._variables()}
+        return captured(self.hosts[0].enter(*command), env, timeout, self._end)
 
     def _variables(self) -> dict[str, str]:
         agent = str(self.folder / "ssh")
@@ -146,19 +110,13 @@ class Network:
             "TMPDIR": temporary,
         }
 
-    def _wait(self, process: subprocess.Popen[bytes], timeout: float) -> bool:
-        left = 0.0
-        try:
-            process.wait(timeout)
-            left = _SECONDS_TO_LEAVE  # mpirun's daemons may end a little later than it.
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            for host in self.hosts:
-                _end_companions(host.keeper, left)
-            process.kill()  # It may not have entered the host yet.
-            process.wait()
-        return True
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        # mpirun's daemons may end a little later than it.
+        left = 0.0 if process.returncode is None else _SECONDS_TO_LEAVE
+        for host in self.hosts:
+            _end_companions(host.keeper, left)
+        process.kill()  # It may not have entered the host yet.
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,46 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a job: this one, mpirun's, the repository, then `extra`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})}
+
+
+def captured(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout: float,
+    finish: Callable[[subprocess.Popen[bytes]], None],
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a session of its own; end what it has left, also after a timeout.
+
+    Raises:
+        TimeoutError: it did not end in time; its output is shown.
+    """
+    # Files, because a pipe would stay open as long as anything that the command left behind.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+            in_time = True
+        except subprocess.TimeoutExpired:
+            in_time = False
+        finally:
+            finish(process)
+        for file in (out, err):
+            file.seek(0)
+        stdout, stderr = out.read(), err.read()
+    if not in_time:
+        said = f"{shlex.join(command)} ran longer than {timeout:g} s"
+        raise TimeoutError(f"{said}\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

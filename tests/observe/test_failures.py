@@ -19,10 +19,19 @@ from hvdlite.observe import failures
 failures._OTHERS = 2.0  # Time enough for ranks on busy cores.
 """
 
+BOOM = """
+if hvd.rank() == 1:
+    raise KeyError("boom")
+hvd.barrier()
+"""
+HOOK = """
+sys.excepthook = lambda *caught: print("theirs:", repr(caught[1]), file=sys.stderr)
+"""
 
-def job(np, body):
+
+def job(np, *parts):
     """Run a script whose ranks fail; return the lines of its standard error."""
-    done = run_script(BEGIN + textwrap.dedent(body), np=np)
+    done = run_script("\n".join([BEGIN, *map(textwrap.dedent, parts)]), np=np)
     assert done.returncode != 0, done.stderr
     return done.stderr.splitlines()
 
@@ -50,10 +59,8 @@ def test_a_hook_that_was_installed_later_calls_ours_with_another_stderr():
                 print("theirs:", line, file=sys.stderr)
 
         sys.excepthook = theirs
-        if hvd.rank() == 1:
-            raise KeyError("boom")
-        hvd.barrier()
         """,
+        BOOM,
     )
     assert count(lines, "theirs: hvdlite: rank 1 of 2 ends the job:") == 1
     assert count(lines, "theirs: KeyError: 'boom'") == 1
@@ -64,45 +71,21 @@ def test_a_hook_that_was_installed_later_calls_ours_with_another_stderr():
 @pytest.mark.slow
 def test_a_hook_that_was_installed_later_does_not_call_ours():
     """As rich's and IPython's; and a thread that waits must not keep the job from ending."""
-    lines = job(
-        2,
-        """
-        hvd.init()
-        sys.excepthook = lambda *caught: print("theirs:", repr(caught[1]), file=sys.stderr)
-        if hvd.rank() == 1:
-            threading.Thread(target=time.sleep, args=(60,)).start()
-            raise KeyError("boom")
-        hvd.barrier()
-        """,
-    )
+    thread = "if hvd.rank() == 1: threading.Thread(target=time.sleep, args=(60,)).start()"
+    lines = job(2, "hvd.init()", HOOK, thread, BOOM)
     assert count(lines, "theirs: KeyError('boom')") == 1
     assert count(lines, "hvdlite: rank 1 of 2 ends the job: KeyError: 'boom' (", "script.py:") == 1
     assert count(lines, "Traceback") == 0
 
 
 def test_a_hook_that_was_there_prints_the_traceback():
-    lines = job(
-        2,
-        """
-        sys.excepthook = lambda *caught: print("theirs:", repr(caught[1]), file=sys.stderr)
-        hvd.init()
-        if hvd.rank() == 1:
-            raise KeyError("boom")
-        hvd.barrier()
-        """,
-    )
+    lines = job(2, HOOK, "hvd.init()", BOOM)
     assert count(lines, "hvdlite: rank 1 of 2 ends the job:") == 1
     assert count(lines, "theirs: KeyError('boom')") == 1
 
 
 def test_an_error_on_all_ranks_has_one_traceback():
-    lines = job(
-        3,
-        """
-        hvd.init()
-        hvd.allreduce(np.ones(2 + hvd.rank() % 2), name="loss")
-        """,
-    )
+    lines = job(3, "hvd.init()", 'hvd.allreduce(np.ones(2 + hvd.rank() % 2), name="loss")')
     assert count(lines, "Traceback") == 1
     assert count(lines, "ends the job:") == 3
     assert lines[0].startswith("hvdlite: rank")
@@ -140,21 +123,13 @@ def test_no_rank_loses_an_error_of_its_own():
 
 
 def test_closed_streams_do_not_keep_the_job_from_ending():
-    done = run_script(
-        BEGIN
-        + textwrap.dedent("""
-        sys.stdout.close()
-        sys.stderr = sys.stdin = None
-        del sys.argv, sys.orig_argv
-        hvd.init()
-        if hvd.rank() == 1:
-            raise KeyError("boom")
-        hvd.barrier()
-        """),
-        np=2,
-        timeout=240,
-    )
-    assert done.returncode != 0
+    closed = """
+    sys.stdout.close()
+    sys.stderr = sys.stdin = None
+    del sys.argv, sys.orig_argv
+    hvd.init()
+    """
+    job(2, closed, BOOM)
 
 
 def test_an_exception_that_was_caught_has_not_ended_the_program(monkeypatch):
@@ -210,6 +185,11 @@ def raised(error, *files):
         return caught.with_traceback(caught.__traceback__.tb_next)
 
 
+def report(error, rank, job):
+    """Report an error of a rank; the names of jobs tell the tests apart."""
+    failures._report(failures.JobRank(rank, 2, job), error, None)
+
+
 OWN = f"{hvdlite.__path__[0]}/nowhere.py"
 
 
@@ -220,7 +200,7 @@ def test_the_line_that_helps_comes_first_and_once(written, level, is_shown, capl
     for rank in range(2):
         error = HorovodInternalError("the parameters differ; call hvd.broadcast_parameters()")
         error = raised(error, "/home/train.py", OWN, "/home/callback.py", OWN, OWN)
-        failures._report(failures.JobRank(rank, 2, f"once {level}"), error, None)
+        report(error, rank, f"once {level}")
     first, second = (text.splitlines() for text in written)
     summary = "hvdlite.errors.HorovodInternalError: the parameters differ; call hvd.broadcast_"
     assert first[0] == f"hvdlite: rank 0 of 2 ends the job: {summary}parameters()"
@@ -232,16 +212,11 @@ def test_the_line_that_helps_comes_first_and_once(written, level, is_shown, capl
     assert second[0].endswith(" ends the job: the same error (/home/callback.py:2)")
 
 
-def test_an_error_that_hvdlite_makes_keeps_its_lines(written):
-    error = raised(KeyError("a"), "/home/train.py", OWN)
-    failures._report(failures.JobRank(0, 2, "bug"), error, None)
-    assert OWN in written[0]
-
-
-def test_an_error_of_the_program_is_shown_as_python_does(written):
-    """Without the lines of hvdlite between those of the program."""
-    error = raised(KeyError("a"), "/home/train.py", OWN, "/home/step.py")
-    failures._report(failures.JobRank(0, 2, "user"), error, None)
+def test_an_error_of_the_program_is_shown_as_python_does_and_one_of_hvdlite_whole(written):
+    """Without the lines of hvdlite between those of the program, unless it makes the error."""
+    report(raised(KeyError("a"), "/home/train.py", OWN), 0, "bug")
+    assert OWN in written.pop()
+    report(raised(KeyError("a"), "/home/train.py", OWN, "/home/step.py"), 0, "user")
     lines = written[0].splitlines()
     assert lines[:2] == [
         "hvdlite: rank 0 of 2 ends the job:",
@@ -254,7 +229,7 @@ def test_an_error_of_the_program_is_shown_as_python_does(written):
 def test_only_what_comes_from_other_ranks_is_a_consequence(written):
     def lines(error, job):
         written.clear()
-        failures._report(failures.JobRank(1, 2, job), error, None)
+        report(error, 1, job)
         return len(written[0].splitlines())
 
     gone, other = RankGoneError("rank 0 has ended"), HorovodInternalError("x")

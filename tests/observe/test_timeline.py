@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -23,12 +21,12 @@ from hvdlite.engine import Handle
 from hvdlite.observe import timeline
 from hvdlite.observe.timeline import Timeline
 from hvdlite.observe.trace_file import Run
+from tests.forks import run_forked
 from tests.harness import ranks, run_script
 from tests.harness.mpirun import ROOT
 
 RUN = Run("a job", 1)
 HOST = socket.gethostname()
-SETTINGS = ("HVDLITE_TIMELINE", "HVDLITE_TIMELINE_MARK_CYCLES")
 
 
 def parsed(path):
@@ -209,18 +207,14 @@ class TestProcess:
         timeline.start(path, 0, RUN)
         trace = timeline.current
         trace.instant("named", "parent")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
-            pid = os.fork()
-        if pid == 0:
-            try:
-                trace.instant("named", "child")
-                open_files = {os.path.realpath(f"/proc/self/fd/{n}") for n in range(64)}
-                fine = timeline.current is None and path not in open_files
-                timeline.stop()
-            finally:
-                os._exit(0 if fine else 1)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def child():
+            trace.instant("named", "child")
+            assert timeline.current is None
+            assert path not in {os.path.realpath(f"/proc/self/fd/{n}") for n in range(64)}
+            timeline.stop()
+
+        run_forked(child)
         trace.instant("named", "parent again")
         timeline.stop()
         names = [event["name"] for event in recorded(parsed(path))]
@@ -306,19 +300,6 @@ class TestInAJob:
         assert kept == {(0, "start 1"), (1, "start 0"), (1, "start 1")}
         assert {e["pid"] for e in events if e["name"] == "process_name"} == {0, 1}
 
-    @ranks(1, 2)
-    def test_clocks_of_a_node_agree(self, path):
-        hvd.init()
-        hvd.start_timeline(path)
-        # A moment that all ranks can name: the clock is the same, the timelines are not.
-        moment = hvd.broadcast_object(time.monotonic_ns(), 0)
-        timeline.current.complete("named", "moment", moment, moment)
-        hvd.stop_timeline()
-        hvd.barrier()
-        times = [e["ts"] for e in parsed(path) if e["name"] == "moment"]
-        assert len(times) == hvd.size()
-        assert max(times) - min(times) <= 50
-
     @ranks(2)
     def test_the_variables(self, path, monkeypatch):
         hvd.shutdown()
@@ -359,19 +340,27 @@ class TestInAJob:
         hvd.barrier()
 
     @ranks(1, 2)
-    def test_tensors_have_the_names_of_horovod(self, path):
+    def test_clocks_of_a_node_agree_and_tensors_have_the_names_of_horovod(self, path):
         hvd.init()
+        # A moment that all ranks can name: the clock is the same, the timelines are not.
+        moment = hvd.broadcast_object(time.monotonic_ns(), 0)
         hvd.start_timeline(path)
+        timeline.current.complete("named", "moment", moment, moment)
         hvd.allreduce(np.ones(3), name="test_allreduce")
         hvd.broadcast(np.ones(3), 0, name="broadcast.weights")
         hvd.broadcast(np.ones(3), 0, name="broadcast")
         hvd.allreduce(np.ones(3))
         hvd.stop_timeline()
         hvd.barrier(name="written")
+        events = recorded(parsed(path))
+        times = [event["ts"] for event in events if event["name"] == "moment"]
+        assert len(times) == hvd.size()
+        assert max(times) - min(times) <= 50
         tensors = {"ALLREDUCE": [], "BROADCAST": []}
-        for event in recorded(parsed(path)):
+        for event in events:
+            tensor = event["args"].get("tensor", "")
             if event["pid"] == 0 and event["name"] in tensors:
-                tensors[event["name"]].append(event["args"]["tensor"])
+                tensors[event["name"]].append(tensor)
         assert tensors["ALLREDUCE"][0] == "allreduce.test_allreduce"
         assert re.fullmatch(r"allreduce\.noname\.\d+", tensors["ALLREDUCE"][1])
         assert tensors["BROADCAST"] == ["broadcast.weights", "broadcast.broadcast"]
@@ -379,20 +368,13 @@ class TestInAJob:
     @ranks(2)
     def test_a_forked_child_cannot_start_one(self, path):
         hvd.init()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
+
+        def child():
+            with pytest.raises(hvd.HorovodInternalError):
                 hvd.start_timeline(path)
-            except hvd.HorovodInternalError:
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(pid, 0)[1] == 0
-        with contextlib.suppress(FileNotFoundError):
-            pytest.fail(f"{os.stat(path)}")
+
+        run_forked(child)
+        assert not os.path.exists(path)
 
 
 @pytest.mark.parametrize("end", ["pass", "raise ValueError('the reason')"])

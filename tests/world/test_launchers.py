@@ -57,17 +57,14 @@ def test_several_processes_that_mpi_does_not_join_are_refused(name, monkeypatch)
     launchers.check(4, environment)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_process_that_is_meant_to_be_alone_is_not(name):
-    launchers.check(1, ALONE[name])
+def test_a_process_that_is_meant_to_be_alone_is_not():
+    for environment in ALONE.values():
+        launchers.check(1, environment)
 
 
-def test_a_torchrun_that_an_mpirun_of_one_started_is_refused():
+def test_a_torchrun_that_an_mpirun_of_one_started_and_a_rank_without_a_size_are_refused():
     with pytest.raises(LauncherError, match="such as torchrun"):
         launchers.check(1, {**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "1"})
-
-
-def test_a_rank_without_a_size_is_refused():
     with pytest.raises(LauncherError, match=r"at least 3 processes \(PALS_RANKID=2\).*-np N "):
         launchers.check(1, {"PALS_RANKID": "2"})
 

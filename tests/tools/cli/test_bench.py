@@ -13,6 +13,7 @@ from hvdlite.tools.cli import bench
 from hvdlite.tools.cli.main import main
 
 NUMPY = ("allreduce", "--framework", "numpy")
+FRAMEWORKS = ["torch", "tensorflow"]
 # A Horovod whose sums are right, until it is told otherwise.
 HOROVOD = """
 import os, signal
@@ -127,35 +128,31 @@ class TestMistakes:
         assert message in line
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("missing", "words", "message"),
         [
-            (["training"], "needs PyTorch (pip install 'hvdlite[torch]') and TensorFlow (pip"),
-            (["training", "--framework", "tensorflow"], "needs TensorFlow (pip install 'hvdlite"),
-            (["allreduce", "--framework", "torch"], "needs PyTorch (pip install 'hvdlite[torch]'"),
+            (FRAMEWORKS, "training", "needs PyTorch (pip install 'hvdlite[torch]') and TensorFlow"),
+            (FRAMEWORKS, "training --framework tensorflow", "needs TensorFlow (pip install 'hvdli"),
+            (
+                FRAMEWORKS,
+                "allreduce --framework torch",
+                "needs PyTorch (pip install 'hvdlite[torch",
+            ),
+            (["matplotlib"], "allreduce --framework numpy --plot x.png", "install hvdlite[cli]`"),
+            (
+                ["horovod"],
+                "training --contenders horovod",
+                "is not installed; install Horovod, or ",
+            ),
         ],
     )
-    def test_a_framework_that_is_not_installed(self, capsys, monkeypatch, words, message):
-        for name in ("torch", "tensorflow"):
+    def test_what_is_not_installed(self, capsys, monkeypatch, missing, words, message):
+        if missing == ["horovod"] and find_spec("torch") is None:
+            pytest.skip("no PyTorch")
+        for name in missing:
             monkeypatch.setitem(sys.modules, name, None)
-        code, line = refused(capsys, *words)
+        code, line = refused(capsys, *words.split())
         assert code == 2
         assert message in line
-
-    def test_horovod_that_is_not_installed(self, capsys, monkeypatch):
-        if find_spec("torch") is None:
-            pytest.skip("no PyTorch")
-        monkeypatch.setitem(sys.modules, "horovod", None)
-        code, line = refused(capsys, "training", "--contenders", "horovod")
-        assert code == 2
-        assert line.endswith(
-            "--contenders horovod: it is not installed; install Horovod, or leave it out"
-        )
-
-    def test_no_matplotlib(self, capsys, monkeypatch):
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        code, line = refused(capsys, *NUMPY, "--plot", "x.png")
-        assert code == 2
-        assert "run `pip install hvdlite[cli]`" in line
 
     def test_a_rank_that_fails(self, capsys, monkeypatch):
         """The function on the ranks raises; its exception becomes the line."""

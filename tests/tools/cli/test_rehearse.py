@@ -102,11 +102,14 @@ def test_a_job_that_takes_too_long_is_ended(run, capsys):
     assert 3 <= float(told[1]) < 20
 
 
-def test_a_fault_that_cannot_be_read(run):
+def test_a_fault_that_cannot_be_read_or_has_no_such_rank(run):
     with pytest.raises(StartError, match="expected for example kill:rank=1,step=7,point=exchange"):
         run("--fault", "explode:rank=1")
-    with pytest.raises(StartError, match="expected a rank from 0 to 1"):
+    expected = "found 'kill:rank=2', expected a rank from 0 to 1"
+    with pytest.raises(StartError, match=expected):
         run("--fault", "kill:rank=2")
+    with pytest.raises(SettingsError, match=expected):
+        rehearsal.plant({rehearsal.VARIABLE: "kill:rank=2"}, rank=0, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -131,39 +134,27 @@ def test_faults(text, faults):
     assert rehearsal.parse(text) == faults
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "die",
-        "kill:rank",
-        "kill:rank=x",
-        "kill:point=nowhere",
-        "kill:count=0",
-        "kill:step=-1",
-        "kill:what=1",
-        "corrupt:value=much",
-    ],
-)
-def test_what_is_no_fault(text):
-    with pytest.raises(SettingsError, match=r"HVDLITE_REHEARSE: found .* expected for example"):
-        rehearsal.parse(text)
+WRONG = "die kill:rank kill:rank=x kill:point=nowhere kill:count=0 kill:step=-1 kill:what=1"
+IN_VAIN = {*rehearsal.POINTS} - {"exchange", "checkpoint"}
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        *(
-            (f"corrupt:point={point}", f"no data to corrupt at the point '{point}'")
-            for point in rehearsal.POINTS
-            if point not in ("exchange", "checkpoint")
+def test_what_is_no_fault_and_corruption_where_it_means_nothing():
+    reasons = {
+        **dict.fromkeys(
+            [*WRONG.split(), "corrupt:value=much"],
+            "HVDLITE_REHEARSE: found .* expected for example",
         ),
-        ("corrupt:point=checkpoint,value=1", "value and name are for corrupt at the point 'exch"),
-        ("kill:name=loss", "value and name are for corrupt at the point 'exch"),
-    ],
-)
-def test_corruption_where_it_means_nothing(text, reason):
-    with pytest.raises(SettingsError, match=reason):
-        rehearsal.parse(text)
+        **{
+            f"corrupt:point={each}": f"no data to corrupt at the point '{each}'" for each in IN_VAIN
+        },
+        **dict.fromkeys(
+            ["corrupt:point=checkpoint,value=1", "kill:name=loss"],
+            "value and name are for corrupt at the point 'exch",
+        ),
+    }
+    for text, reason in reasons.items():
+        with pytest.raises(SettingsError, match=reason):
+            rehearsal.parse(text)
 
 
 @pytest.mark.slow
@@ -200,11 +191,3 @@ def test_a_fault_that_has_not_come_is_told(run, capsys):
     assert run("--fault", "delay:rank=1,step=99", script=TRAINING) == 0
     told = capsys.readouterr().out
     assert "hvdlite: rank 1 has ended, after 4 steps, before 'delay:rank=1,step=99', as" in told
-
-
-def test_a_rank_that_does_not_exist_is_refused(run):
-    expected = "found 'kill:rank=2', expected a rank from 0 to 1"
-    with pytest.raises(StartError, match=expected):
-        run("--fault", "kill:rank=2")
-    with pytest.raises(SettingsError, match=expected):
-        rehearsal.plant({rehearsal.VARIABLE: "kill:rank=2"}, rank=0, ranks=2)
