@@ -168,14 +168,13 @@ def alone(model: nn.Module) -> Trained:
     return model, torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
 
 
-def hvdlite(model: nn.Module) -> Trained:
-    """Return the model and hvdlite's optimizer."""
-    return _distributed(hvd, model)
-
-
 def _distributed(library: Any, model: nn.Module) -> Trained:
     _, optimizer = alone(model)
     return model, library.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+hvdlite = partial(_distributed, hvd)
+"""Return the model and hvdlite's optimizer."""
 
 
 def _ddp(model: nn.Module, backend: str = "gloo", **options: Any) -> Trained:

@@ -23,30 +23,29 @@ def main(arguments: list[str]) -> dict[str, Any]:
         print(_USAGE, file=sys.stdout if arguments else sys.stderr)
         sys.exit(0 if arguments else 2)
     option, *rest = arguments
-    if option in ("-m", "-c") and not rest:
-        sys.exit(f"hvdlite.horovod: {option} needs an argument; {_USAGE}")
-    if option not in ("-m", "-c") and option.startswith("-"):
+    if option in ("-m", "-c"):
+        if not rest:
+            sys.exit(f"hvdlite.horovod: {option} needs an argument; {_USAGE}")
+    elif option.startswith("-"):
         sys.exit(f"hvdlite.horovod: {option}: not known here; Python's options come before -m")
-    # Python has put the current folder first because of `-m hvdlite.horovod`; not with `-P`.
-    own_folder = not getattr(sys.flags, "safe_path", False)
+    elif not os.path.exists(option):
+        print(f"hvdlite.horovod: {option}: no such file", file=sys.stderr)
+        sys.exit(2)
+    install()
     if option == "-m":
         sys.argv = rest
-        install()
         return runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    # Python has put the current folder first because of `-m hvdlite.horovod`; not with `-P`.
+    own_folder = not getattr(sys.flags, "safe_path", False)
     if option == "-c":
         sys.argv = ["-c", *rest[1:]]
         if own_folder:
             sys.path[0] = ""
-        install()
         return _run(rest[0], "<string>", ModuleType("__main__"))
-    if not os.path.exists(option):
-        print(f"hvdlite.horovod: {option}: no such file", file=sys.stderr)
-        sys.exit(2)
     sys.argv = arguments
     path = os.path.abspath(option)
     if own_folder:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    install()
     if not path.endswith((".py", ".pyw")):
         return runpy.run_path(option, run_name="__main__")  # A folder or a zip file, for example.
     module = ModuleType("__main__")

@@ -80,24 +80,20 @@ class Advice:
     def __str__(self) -> str:
         """Return a table and a recommendation."""
         if self.size == 1:
-            return self._sentence()
-        dense = self.measurements[0].seconds
-        lines = [f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"]
+            return "one rank exchanges nothing: use no compression"
+        head = f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"
         if self.measured < 1:
-            lines[0] += f", measured on {100 * self.measured:.0f} % of them"
-        lines[0] += f"; a rank sends {self.bandwidth / 1e6:.0f} MB/s"
+            head += f", measured on {100 * self.measured:.0f} % of them"
+        head += f"; a rank sends {self.bandwidth / 1e6:.0f} MB/s"
+        dense = self.measurements[0].seconds
         rows = [
             (repr(each.strategy), time_text(each.seconds), f"{dense / each.seconds:.2f} x as fast")
             for each in self.measurements
         ]
-        return "\n".join([*lines, table(["compression", "exchange", ""], rows), self._sentence()])
-
-    def _sentence(self) -> str:
-        if self.size == 1:
-            return "one rank exchanges nothing: use no compression"
+        advice = f"use compression={self.compression!r}, and see what accuracy you get"
         if self.compression.is_identity:
-            return "use no compression: on these links it costs more than it saves"
-        return f"use compression={self.compression!r}, and see what accuracy you get"
+            advice = "use no compression: on these links it costs more than it saves"
+        return "\n".join([head, table(["compression", "exchange", ""], rows), advice])
 
 
 def measure(
