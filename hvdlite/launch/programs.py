@@ -60,6 +60,8 @@ def ask(command: Sequence[str], seconds: float = 60.0) -> tuple[bool, str]:
         ended = run(command, seconds)
     except FileNotFoundError:
         return False, f"there is no {command[0]} here"
+    except OSError as error:
+        return False, f"{command[0]}: {error.strerror}"
     if ended.code is None:
         return False, f"no answer within {seconds:g} s"
     good = ended.code == 0

@@ -62,6 +62,12 @@ def test_a_crash_of_the_library_is_a_remark():
     assert ask([sys.executable, "-c", code]) == (False, "exit code -11")
 
 
+def test_a_program_that_does_not_start_is_named(tmp_path):
+    (tmp_path / "ssh").touch(0o644)
+    assert ask([str(tmp_path / "ssh")]) == (False, f"{tmp_path / 'ssh'}: Permission denied")
+    assert ask(["no-such-program"]) == (False, "there is no no-such-program here")
+
+
 def test_a_program_that_leaves_another_behind_has_answered(tmp_path):
     """As an ssh that stays for later connections (ControlPersist), and keeps its output open."""
     (tmp_path / "ssh").write_text("#!/bin/sh\nsleep 30 &\necho $! >&2\nexit $1\n")
