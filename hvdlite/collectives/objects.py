@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from hvdlite.base.arrays import cut
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.broadcast import checked_root
 from hvdlite.engine import Operation, Signature, runtime
@@ -71,11 +73,8 @@ def allgather_object(
         return Allgather(name, array, "allgather of objects", with_rows=True, failure=failure)
 
     whole, lengths, _ = runtime.engine(process_set).run("allgather_object", name, describe)
-    ends = np.cumsum(lengths)
-    return [
-        pickle.loads(whole[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+    parts = cut(whole, [0, *accumulate(lengths)])
+    return [pickle.loads(part.tobytes()) for part in parts]
 
 
 def _nothing_inherited(name: str, root: int) -> str | None:

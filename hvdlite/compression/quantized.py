@@ -47,7 +47,7 @@ class Quantized(Strategy, Codec):
     by_slices: ClassVar[bool] = False
     #: Whether each ``"tensor"`` has a message of its own, or the whole ``"bucket"`` has one.
     per: str = "bucket"
-    #: Of the random numbers that `write` takes; None: it takes none.
+    #: Seed of the random numbers that `write` takes; None: it takes none.
     seed: int | None = None
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.base.arrays import as_bytes
+from hvdlite.base.arrays import as_bytes, cut
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
@@ -373,8 +373,7 @@ class _PinnedBuffer:
 
 
 def _split(memory: Any, like: Sequence[Any]) -> list[Any]:
-    bounds = itertools.accumulate((piece.nbytes for piece in like), initial=0)
-    return [memory[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return cut(memory, [0, *itertools.accumulate(piece.nbytes for piece in like)])
 
 
 def equal_parts(array: Any, count: int) -> list[Any]:

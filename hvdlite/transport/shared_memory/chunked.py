@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.base.arrays import slice_bounds
+from hvdlite.base import arrays
 from hvdlite.transport.reduce import Call, PreparedReduction, perform
 from hvdlite.transport.shared_memory.barrier import COPIES, Barrier
 from hvdlite.transport.transport import copy_in, copy_out
@@ -21,7 +21,7 @@ def slice_of(rank: int, size: int, owners: int) -> slice:
     """Return a rank's slice of ``size`` elements, of which the first ``owners`` ranks have one."""
     if rank >= owners:
         return slice(size, size)
-    return slice(*slice_bounds(size, owners)[rank : rank + 2])
+    return slice(*arrays.slice_bounds(size, owners)[rank : rank + 2])
 
 
 class Chunk(NamedTuple):
@@ -38,8 +38,7 @@ class Chunk(NamedTuple):
 
     def split(self, whole: Any) -> list[Any]:
         """Return the part of the whole chunk that belongs to each array."""
-        bounds = accumulate((send.size for send in self.sends), initial=0)
-        return [whole[start:stop] for start, stop in pairwise(bounds)]
+        return arrays.cut(whole, [0, *accumulate(send.size for send in self.sends)])
 
 
 def cut(sends: Sequence[Any], results: Sequence[Any], room: int) -> list[Chunk]:
