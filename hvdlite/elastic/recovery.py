@@ -94,13 +94,16 @@ class Recovery(Supervisor):
         enter: Callable[[World], object],
     ) -> None:
         super().watch(MPI, whole, settings, enter)
+        self.survives = whole.comm.size > 1  # also after an attempt with others
+        if not self.survives:
+            return
         self._mpi = MPI
         self._world = whole
         self._settings = settings
         self._places = whole.ids
         self._enter = enter
         self._gathering = Gathering(MPI, whole.create(whole.comm.Dup))
-        self.survives, self.renumbering = True, membership.lock
+        self.renumbering = membership.lock
 
     def guard(self, lane: Lane) -> Callable[[], object]:
         return partial(self.run_round, lane) if self.survives else super().guard(lane)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.base.settings import Settings
@@ -20,7 +20,6 @@ from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.engine.supervisor import Build
 from hvdlite.observe import status
 from hvdlite.world import mpi, world
-from hvdlite.world.world import World
 
 _pool: Pool | None = None
 # What the first `init` has asked for; None: all ranks.
@@ -102,16 +101,6 @@ class Start(Recovery):
         self._places = pool.places
         self.place = pool.place
         return engine
-
-    def watch(
-        self,
-        MPI: Any,  # noqa: N803
-        whole: World,
-        settings: Settings,
-        enter: Callable[[World], object],
-    ) -> None:
-        if whole.comm.size > 1:
-            super().watch(MPI, whole, settings, enter)
 
     def begin(self, engine: Engine) -> None:
         """Refuse operations on a spare until `take_holders` is called."""
