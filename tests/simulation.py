@@ -18,11 +18,7 @@ _POLL_SECONDS = 1e-4
 
 
 def on_all_ranks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call a function in one thread for each argument; return the results, or raise an error.
-
-    Raises:
-        TimeoutError: a call has not ended, and neither has any failed.
-    """
+    """Call a function in one thread for each argument; return the results, or raise an error."""
     results: list[Any] = [None] * len(arguments)
     errors: list[BaseException] = []
 
@@ -165,36 +161,29 @@ class SimulatedTransport(Transport):
         self._simulation = simulation
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Compare all ranks' digests."""
         given = tuple(digests[: self.max_digests])
         everywhere = self._simulation.meet(self.rank, "meet", given, on_wait)
         return len(commonprefix(everywhere))  # noqa: RUF071 - of lists
 
     def absent(self) -> list[int]:
-        """Ask the simulation."""
         return self._simulation.missing(self.rank)
 
     def check_alive(self) -> None:
-        """Ask the simulation."""
         self._simulation.check_alive(self.rank)
 
     def leave(self) -> None:
-        """Mark this rank as ended."""
         self._simulation.leave(self.rank)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages."""
         return self._simulation.meet(self.rank, "gather", message)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Exchange copies of the pieces."""
         copies = [piece.copy() for piece in pieces]
         given = self._simulation.meet(self.rank, "alltoall", copies)
         for target, theirs in zip(result, given, strict=True):
             target[...] = theirs[self.rank]
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Copy the root's array."""
         array[...] = self._simulation.meet(self.rank, "broadcast", array.copy())[root]
 
     def close(self) -> None:

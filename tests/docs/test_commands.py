@@ -11,20 +11,7 @@ from tests.docs import pages
 
 _TARGETS = set(re.findall(r"^([\w-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
 _EXAMPLES = "\n".join(path.read_text() for path in (pages.ROOT / "examples").glob("*.py"))
-_PROGRAMS = {
-    "bash",
-    "cd",
-    "curl",
-    "git",
-    "jupyter",
-    "pip",
-    "source",
-    "srun",
-    "salloc",
-    "sbatch",
-    "qsub",
-    "kubectl",
-}
+_PROGRAMS = "bash cd curl git jupyter pip source srun salloc sbatch qsub kubectl pytest"
 
 
 def mistakes(command):
@@ -54,7 +41,7 @@ def _mistakes(words):
         return _mistakes(arguments[starts[0] :]) if starts else []
     if program in ("python", "python3"):
         return _python(arguments)
-    if program in _PROGRAMS | {"pytest"} or shutil.which(program):
+    if program in _PROGRAMS.split() or shutil.which(program):
         return []
     return [f"{program}: unknown program"]
 

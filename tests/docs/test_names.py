@@ -84,11 +84,8 @@ def test_the_page_of_variables_has_all_that_the_code_reads(known_variables):
     assert {"HVDLITE_MPIRUN", "HVDLITE_LAUNCH_KEY"} <= variables_in_the_code()
 
 
-def test_a_file_that_does_not_exist_is_found():
+def test_a_file_and_a_call_that_do_not_exist_are_found():
     text = "`engine/lane.py`, `lane.py`, `engine/gone.py`, `ne.py`, `torch/gone.py::test_steps`"
     assert missing_files(text, python_files()) == ["engine/gone.py", "ne.py", "torch/gone.py"]
-
-
-def test_a_call_that_does_not_exist_is_found():
     text = "hvd.rank(), hvd.gone(), `hvd.Compression.TopK`, hvd.callbacks.Gone, hvd.elastic.run"
     assert missing_calls(text, public_names()) == ["gone", "callbacks.Gone"]

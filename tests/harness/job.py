@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tests.harness import mpirun
-from tests.harness.messages import SECONDS_TO_LEAVE, Hello, Report, Request
+from tests.harness.messages import SECONDS_TO_LEAVE, Report, Request
 
 SECONDS_TO_START = 240.0
 GRACE = 5.0
@@ -132,11 +132,10 @@ class Job:
             accepted, _ = listener.accept()
             accepted.setblocking(True)
             connection = Connection(accepted.detach())
-            hello: Hello = connection.recv()
+            rank, pid = connection.recv()
         except (TimeoutError, EOFError, OSError):
             return
-        self._ranks[hello.rank] = connection
-        self._pids[hello.rank] = hello.pid
+        self._ranks[rank], self._pids[rank] = connection, pid
 
     def _not_started(self) -> JobError:
         missing = sorted(set(range(self.size)) - set(self._ranks))

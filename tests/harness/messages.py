@@ -1,4 +1,4 @@
-"""Messages between the parent and the ranks."""
+"""Messages between the parent and the ranks; a rank's first one is its rank and process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from dataclasses import dataclass
 
 SECONDS_TO_LEAVE = 3
 """How long a rank may take to end after the parent has hung up."""
-
-
-@dataclass(frozen=True)
-class Hello:
-    """A rank's first message."""
-
-    rank: int
-    pid: int
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from _pytest.config import _prepareconfig, parse_warning_filter
 
-from tests.harness.messages import SECONDS_TO_LEAVE, Hello, Report, Request
+from tests.harness.messages import SECONDS_TO_LEAVE, Report, Request
 
 
 def main(address: str, folder: str) -> None:
@@ -35,7 +35,7 @@ def main(address: str, folder: str) -> None:
     client = socket.socket(socket.AF_UNIX)
     client.connect(address)
     parent = Connection(client.detach())
-    parent.send(Hello(rank, os.getpid()))
+    parent.send((rank, os.getpid()))
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(parent, requests, folder), daemon=True).start()
     while (request := requests.get()) is not None:

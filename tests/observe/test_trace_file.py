@@ -33,6 +33,13 @@ def path(tmp_path):
     return tmp_path / "trace.json"
 
 
+@pytest.fixture
+def file(path):
+    file = TraceFile(str(path), RUN, FIRST)
+    yield file
+    file.close()
+
+
 def test_it_is_whole_after_every_event(path):
     file = TraceFile(str(path), RUN, FIRST)
     expected = ["first"]
@@ -92,19 +99,17 @@ def test_a_new_run_replaces_the_file(path, run, kept):
         file.close()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "\n", "[]", "[\n]\n", "[\n1\n]\n", '[\n{"args": 1}\n]\n', "\0" * 9000, "[\n{"]
-)
-def test_whatever_was_there_is_replaced(path, content):
-    path.write_text(content)
-    TraceFile(str(path), RUN, FIRST).close()
-    assert names(path) == ["first"]
+def test_whatever_was_there_is_replaced(path):
+    nothing = ["", "\n", "[]", "[\n]\n", "[\n1\n]\n", '[\n{"args": 1}\n]\n', "\0" * 9000, "[\n{"]
+    for content in nothing:
+        path.write_text(content)
+        TraceFile(str(path), RUN, FIRST).close()
+        assert names(path) == ["first"]
 
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("blanks", [True, False])
-def test_what_a_killed_process_leaves_half_is_cut_off(path, before, blanks):
-    file = TraceFile(str(path), RUN, FIRST)
+def test_what_a_killed_process_leaves_half_is_cut_off(path, before, blanks, file):
     for number in range(before):
         file.append([event(number), event(number)])
     old = path.read_bytes()
@@ -118,7 +123,6 @@ def test_what_a_killed_process_leaves_half_is_cut_off(path, before, blanks):
         path.write_bytes(old[:end] + new[end : end + written] + old[end + written :])
         file.append([event(9)])
         assert names(path) == [*expected, "event 9"]
-    file.close()
 
 
 def test_blanks_are_added_seldom_and_cut_off_in_the_end(path):
@@ -146,9 +150,8 @@ def test_a_file_that_somebody_else_has_emptied_is_left_alone(path):
     assert path.read_text() == ""
 
 
-def test_who_keeps_it_locked_is_not_waited_for_without_end(path, monkeypatch):
+def test_who_keeps_it_locked_is_not_waited_for_without_end(path, file, monkeypatch):
     monkeypatch.setattr(trace_file, "_SECONDS_TO_LOCK", 0.3)
-    file = TraceFile(str(path), RUN, FIRST)
     with open(path) as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         for write in (lambda: file.append([event(1)]), lambda: TraceFile(str(path), RUN, FIRST)):
@@ -159,11 +162,9 @@ def test_who_keeps_it_locked_is_not_waited_for_without_end(path, monkeypatch):
         threading.Timer(0.1, fcntl.flock, [reader, fcntl.LOCK_UN]).start()
         file.append([event(2)])
     assert names(path) == ["first", "event 2"]
-    file.close()
 
 
-def test_on_a_full_disk_the_file_stays_as_it_was(path):
-    file = TraceFile(str(path), RUN, FIRST)
+def test_on_a_full_disk_the_file_stays_as_it_was(path, file):
     file.append([event(1)])
     old = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -180,37 +181,35 @@ def test_on_a_full_disk_the_file_stays_as_it_was(path):
         path.write_bytes(old)
     file.append([event(3)])
     assert names(path) == ["first", "event 1", "event 3"]
-    file.close()
 
 
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for place, reason in (
         ("missing/trace.json", "No such file"),
         ("file/trace.json", "Not a dir"),
         ("", "Is a dir"),
         ("/dev/null", "Not a regular file"),
-    ],
-)
-def test_a_place_that_cannot_be_written(tmp_path, place, reason):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=reason):
-        TraceFile(str(tmp_path / place), RUN, FIRST)
+    ):
+        with pytest.raises(OSError, match=reason):
+            TraceFile(str(tmp_path / place), RUN, FIRST)
 
 
 def test_any_name_and_value_makes_strict_json(path):
     file = TraceFile(str(path), RUN, FIRST)
     odd = 'a "name"\\\n,{]\t\0 \u2028 gewöhnlich 梯度 \ud800'
-    args = {
-        "odd": odd,
-        "nan": math.nan,
-        "inf": -math.inf,
-        "inner": [1, math.inf],
-        "numpy": np.int64(5),
-        "float32": np.float32(0.5),
-        "dtype": np.dtype("float32"),
-        "none": None,
+    # What is given, and what is written.
+    values = {
+        "odd": (odd, odd),
+        "nan": (math.nan, "nan"),
+        "inf": (-math.inf, "-inf"),
+        "inner": ([1, math.inf], "[1, inf]"),
+        "numpy": (np.int64(5), 5),
+        "float32": (np.float32(0.5), "0.5"),
+        "dtype": (np.dtype("float32"), "float32"),
+        "none": (None, None),
     }
+    args = {name: given for name, (given, _) in values.items()}
     file.append([{"name": odd, "args": args}, event(1, fine=1.5)])
     file.append([event(2)])
     file.close()
@@ -220,16 +219,6 @@ def test_any_name_and_value_makes_strict_json(path):
 
     _, first, second, third = json.loads(path.read_text(), parse_constant=refuse)
     assert first["name"] == first["args"]["odd"] == odd
-    expected = {
-        "odd": odd,
-        "nan": "nan",
-        "inf": "-inf",
-        "inner": "[1, inf]",
-        "numpy": 5,
-        "float32": "0.5",
-        "dtype": "float32",
-        "none": None,
-    }
-    assert first["args"] == expected
+    assert first["args"] == {name: written for name, (_, written) in values.items()}
     assert (second, third) == (event(1, fine=1.5), event(2))
     assert os.path.getsize(path) == len(path.read_text(encoding="ascii"))

@@ -132,16 +132,12 @@ class TestMistakes:
         [
             (FRAMEWORKS, "training", "needs PyTorch (pip install 'hvdlite[torch]') and TensorFlow"),
             (FRAMEWORKS, "training --framework tensorflow", "needs TensorFlow (pip install 'hvdli"),
-            (
-                FRAMEWORKS,
-                "allreduce --framework torch",
-                "needs PyTorch (pip install 'hvdlite[torch",
-            ),
+            (FRAMEWORKS, "allreduce --framework torch", "needs PyTorch (pip install 'hvdlite["),
             (["matplotlib"], "allreduce --framework numpy --plot x.png", "install hvdlite[cli]`"),
             (
                 ["horovod"],
                 "training --contenders horovod",
-                "is not installed; install Horovod, or ",
+                "--contenders horovod: it is not installed; install Horovod, or leave it out",
             ),
         ],
     )
