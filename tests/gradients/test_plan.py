@@ -11,35 +11,25 @@ def parameters(*sizes, dtype="float32"):
     return [Parameter(str(number), (size,), np.dtype(dtype)) for number, size in enumerate(sizes)]
 
 
-def test_it_goes_backwards_and_starts_small():
-    # Of 4, 8, 40, 40, 40 and 4 bytes.
-    assert plan_buckets(parameters(1, 2, 10, 10, 10, 1), cap=80, first_cap=8) == [
-        [5, 4],
-        [3, 2],
-        [1, 0],
-    ]
-
-
-def test_the_first_cap_is_never_above_the_cap():
-    assert plan_buckets(parameters(1, 1, 1), cap=4, first_cap=100) == [[2], [1], [0]]
-
-
-def test_without_fusion_each_has_its_own():
-    assert plan_buckets(parameters(1, 0, 5), cap=0, first_cap=0) == [[2], [1], [0]]
-
-
-def test_a_large_one_ends_its_bucket():
-    assert plan_buckets(parameters(1, 1000, 1), cap=100, first_cap=1) == [[2], [1], [0]]
+@pytest.mark.parametrize(
+    ("sizes", "cap", "first_cap", "expected"),
+    [
+        # Of 4, 8, 40, 40, 40 and 4 bytes, backwards, and the first bucket is small.
+        ((1, 2, 10, 10, 10, 1), 80, 8, [[5, 4], [3, 2], [1, 0]]),
+        ((1, 1, 1), 4, 100, [[2], [1], [0]]),  # the first cap is never above the cap
+        ((1, 0, 5), 0, 0, [[2], [1], [0]]),  # without fusion each has its own
+        ((1, 1000, 1), 100, 1, [[2], [1], [0]]),  # a large one ends its bucket
+        ((), 100, 1, []),
+    ],
+)
+def test_sizes_and_caps(sizes, cap, first_cap, expected):
+    assert plan_buckets(parameters(*sizes), cap=cap, first_cap=first_cap) == expected
 
 
 def test_a_bucket_has_one_dtype():
     mixed = parameters(1, 1, 1, 1)
     mixed[1] = mixed[3] = Parameter("half", (1,), np.dtype(np.float16))
     assert plan_buckets(mixed, cap=100, first_cap=100) == [[3, 1], [2, 0]]
-
-
-def test_no_parameters_no_buckets():
-    assert plan_buckets([], cap=100, first_cap=1) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -21,68 +21,6 @@ def still_works():
     assert hvd.synchronize(handle).tolist() == [hvd.size()]
 
 
-def mismatches():
-    """For each what the ranks disagree on, what this rank does, and what the message says."""
-    odd = hvd.rank() % 2 == 1
-    ones = torch.ones(hvd.size())
-    wide, narrow = torch.ones(hvd.size(), dtype=torch.float64), ones
-    kind = hvd.allgather if odd else hvd.broadcast
-    arguments = () if odd else (0,)
-    return {
-        "shape": (lambda name: hvd.allreduce(ones[: 1 + odd], name=name), "shape is"),
-        "number of axes": (
-            lambda name: hvd.allreduce(ones.reshape((1, -1) if odd else (-1,)), name=name),
-            "shape is",
-        ),
-        "dtype": (lambda name: hvd.allreduce(wide if odd else narrow, name=name), "dtype is"),
-        "operation": (lambda name: kind(ones, *arguments, name=name), "the operation is"),
-        "op": (lambda name: hvd.allreduce(ones, op=[hvd.Sum, hvd.Max][odd], name=name), "op is"),
-        "root": (lambda name: hvd.broadcast(ones, int(odd), name=name), "root_rank is"),
-        "prescale factor": (
-            lambda name: hvd.allreduce(ones, prescale_factor=1.0 + odd, name=name),
-            "prescale_factor is",
-        ),
-        "postscale factor": (
-            lambda name: hvd.allreduce(ones, postscale_factor=1.0 + odd, name=name),
-            "postscale_factor is",
-        ),
-        "compression": (
-            lambda name: hvd.allreduce(
-                ones, compression=[hvd.Compression.none, hvd.Compression.fp16][odd], name=name
-            ),
-            "compression is",
-        ),
-        "rows of an allgather": (
-            lambda name: hvd.allgather(torch.ones(2, 2 + odd), name=name),
-            "the shape after its first axis is",
-        ),
-        "rows of an alltoall": (
-            lambda name: hvd.alltoall(torch.ones(hvd.size(), 2 + odd), name=name),
-            "the shape after its first axis is",
-        ),
-        "op of a reducescatter": (
-            lambda name: hvd.reducescatter(ones, op=[hvd.Sum, hvd.Max][odd], name=name),
-            "op is",
-        ),
-        "group": (
-            lambda name: hvd.grouped_allreduce([ones] * (1 + odd), name=name),
-            "the number of arrays is",
-        ),
-    }
-
-
-@BOTH
-def test_ranks_that_disagree():
-    hvd.init()
-    for what, (call, message) in mismatches().items():
-        with pytest.raises(hvd.HorovodInternalError, match=message) as caught:
-            call(f"mismatch of {what}")
-        assert f"'mismatch of {what}'" in str(caught.value)
-        assert "rank 0" in str(caught.value) or "ranks 0" in str(caught.value)
-        assert "rank 1" in str(caught.value)
-        still_works()
-
-
 @BOTH
 def test_ranks_that_disagree_on_asynchronous_operations():
     hvd.init()
@@ -97,31 +35,6 @@ def test_ranks_that_disagree_on_asynchronous_operations():
     assert hvd.synchronize(good).tolist() == [hvd.size()] * 3
     assert hvd.synchronize(later).tolist() == [1.0] * hvd.size()
     still_works()
-
-
-@BOTH
-def test_a_duplicate_name_is_refused_and_the_first_stays_valid():
-    hvd.init()
-    calls = {
-        "allreduce": lambda name: hvd.allreduce_async(torch.ones(2), name=name, op=hvd.Sum),
-        "allgather": lambda name: hvd.allgather_async(torch.ones(2), name=name),
-        "broadcast": lambda name: hvd.broadcast_async(torch.ones(2), 0, name=name),
-        "alltoall": lambda name: hvd.alltoall_async(torch.ones(hvd.size()), name=name),
-        "reducescatter": lambda name: hvd.reducescatter_async(torch.ones(6), name=name),
-        "grouped": lambda name: hvd.grouped_allreduce_async([torch.ones(2)], name=name),
-    }
-    for kind, call in calls.items():
-        if hvd.rank() == 0:  # the others come when it has been refused
-            first = call(kind)
-            with pytest.raises(ValueError, match=f"rank 0: an operation named '{kind}'"):
-                call(kind)
-            hvd.barrier()
-        else:
-            hvd.barrier()
-            first = call(kind)
-        hvd.synchronize(first)
-        hvd.synchronize(call(kind))  # the name is free again
-        still_works()
 
 
 @BOTH
@@ -165,36 +78,3 @@ def test_bad_arguments_are_told_to_the_caller_at_once():
         still_works()
     assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(size))
     assert hvd.broadcast(torch.tensor([hvd.rank()]), size - 1).tolist() == [size - 1]
-
-
-@pytest.mark.slow
-@ranks(2, 3, settings={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.4"})
-def test_a_stall_is_reported_and_only_delays(monkeypatch):
-    from tests.test_stall import collect_warnings
-
-    hvd.init()
-    hvd.barrier()
-    messages = collect_warnings(monkeypatch)
-    last = hvd.size() - 1
-    if hvd.rank() == last:
-        time.sleep(1.5)
-    assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum).tolist() == [hvd.size()]
-    if hvd.rank() != last:
-        assert any(f"rank {last}" in text and "'late'" in text for text in messages), messages
-    still_works()
-
-
-@pytest.mark.slow
-@ranks(2, 3, settings={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.5"})
-def test_a_stall_that_lasts_too_long_is_an_error():
-    hvd.init()
-    if hvd.rank() == 0:
-        time.sleep(1.5)
-        with pytest.raises(hvd.HorovodInternalError):
-            hvd.allreduce(torch.ones(1), name="too late")
-    else:
-        with pytest.raises(hvd.HorovodInternalError, match="'too late'"):
-            hvd.allreduce(torch.ones(1), name="too late")
-    hvd.shutdown()
-    hvd.init()
-    still_works()

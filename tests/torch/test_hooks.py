@@ -14,7 +14,6 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.observe import timeline
-from hvdlite.torch.hooks import BucketHooks
 
 WIDTH = 3
 
@@ -147,18 +146,6 @@ def test_gaps_that_come_and_go():
 
 
 @ranks(2)
-def test_gaps_on_one_rank_only():
-    with hurried() as training:
-        training.optimizer.zero_grad()
-        training.backward(*(BOTH if hvd.rank() else ("second",)))
-        training.optimizer.step()
-        for parameter in training.model.first.parameters():
-            assert parameter.grad is not None  # the other rank's
-        digest = [parameter.sum().item() for parameter in training.model.parameters()]
-        assert hvd.allgather_object(digest) == [digest] * hvd.size()
-
-
-@ranks(2)
 def test_a_second_backward_pass_is_refused():
     with hurried() as training:
         training.optimizer.zero_grad()
@@ -230,22 +217,6 @@ def test_gradients_that_wait_for_others_are_not_reset_at_first_either(branches):
 
 
 @ranks(2)
-def test_more_passes_per_step():
-    with hurried() as training:
-        training.optimizer.set_backward_passes_per_step(2)
-        assert sum(training.c_hooks) == 0
-        training.optimizer.zero_grad()
-        training.backward(*BOTH)
-        once = [parameter.grad.clone() for parameter in training.model.parameters()]
-        training.backward(*BOTH)
-        training.optimizer.synchronize()
-        for parameter, gradient in zip(training.model.parameters(), once, strict=True):
-            expected = hvd.allreduce(2 * gradient)
-            torch.testing.assert_close(parameter.grad, expected)
-        assert sum(training.c_hooks) == 0
-
-
-@ranks(2)
 def test_a_timeline_sees_every_gradient(tmp_path):
     with hurried() as training:
         path = hvd.broadcast_object(str(tmp_path / "trace.json"))
@@ -274,55 +245,3 @@ def test_parameters_that_are_wrapped_again_belong_to_the_new_optimizer():
         for _ in range(6):
             training.step(*BOTH)
         assert sum(training.c_hooks) == 15
-
-
-@ranks(2)
-def test_after_shutdown_and_init():
-    with hurried() as training:
-        hvd.shutdown()
-        hvd.init()
-        for _ in range(5):
-            training.step(*BOTH)
-        assert sum(training.c_hooks) == 15
-
-
-class TestBucketHooks:
-    def test_the_last_small_one_is_not_quick(self):
-        bucket_hooks = BucketHooks(range(6), [0, 1, 2, 3, 5])
-        assert [bucket_hooks.record(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [
-            True
-        ]
-        assert bucket_hooks.choose_c_hooks() == [0, 2, 3, 5]
-
-    def test_after_a_large_last_one_all_small_ones_are(self):
-        bucket_hooks = BucketHooks(range(5), [0, 1, 2, 3])
-        assert [bucket_hooks.record(number) for number in range(5)] == [False] * 4 + [True]
-        assert bucket_hooks.choose_c_hooks() == [0, 1, 2, 3]
-
-    def test_not_if_they_are_few_or_some_have_not_come(self):
-        few = BucketHooks(range(3), range(3))
-        assert [few.record(number) for number in range(3)][-1]
-        assert few.choose_c_hooks() == []
-        gaps = BucketHooks(range(5), range(5))
-        assert not any(gaps.record(number) for number in range(4))
-        assert gaps.choose_c_hooks() == []
-
-    def test_whoever_tells_knows_of_those_that_came_quickly(self):
-        bucket_hooks = BucketHooks(range(5), range(5))
-        bucket_hooks.c_hooks = [0, 1, 2, 3]
-        bucket_hooks.unseen += [torch.zeros(1) for _ in range(4)]
-        assert bucket_hooks.has_begun
-        assert bucket_hooks.record(4)
-        assert bucket_hooks.choose_c_hooks() is bucket_hooks.c_hooks
-
-    def test_after_three_setbacks_it_is_left(self):
-        bucket_hooks = BucketHooks(range(5), range(5))
-        for _ in range(3):
-            assert [bucket_hooks.record(number) for number in range(5)][-1]
-            bucket_hooks.c_hooks = bucket_hooks.choose_c_hooks()
-            assert len(bucket_hooks.c_hooks) == 4
-            bucket_hooks.begin_step()
-            bucket_hooks.c_hooks = bucket_hooks.choose_c_hooks()
-            assert bucket_hooks.c_hooks == []
-        assert [bucket_hooks.record(number) for number in range(5)][-1]
-        assert bucket_hooks.choose_c_hooks() == []

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from tests.torch.checks import assert_close, assert_identical_on_all_ranks
+from tests.torch.checks import assert_close
 
 ROWS, COLUMNS = 7, 3
 
@@ -136,45 +136,8 @@ def uses_second(rank, step):
     return (rank + step) % 3 == 0
 
 
-def trained_alone(size, steps, make, op=hvd.Average):
-    """One process that adds up all ranks' gradients."""
-    model = Tables()
-    optimizer = make(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = sum(model(rows_of(r, step), uses_second(r, step)) for r in range(size))
-        (total / size if op is hvd.Average else total).backward()
-        optimizer.step()
-    return model
-
-
 def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def assert_alike(model, reference):
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(mine, theirs, 1e-12)
-    assert_identical_on_all_ranks(model)
-
-
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_training_with_sparse_gradients_equals_one_process(size, op):
-    """A table that is not used here in a step, or nowhere, is no hang."""
-    hvd.init()
-    model = Tables()
-    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), op=op)
-    for step in range(6):
-        optimizer.zero_grad()
-        model(rows_of(hvd.rank(), step), uses_second(hvd.rank(), step)).backward()
-        optimizer.synchronize()
-        assert model.first.weight.grad.is_sparse
-        anywhere = any(uses_second(rank, step) for rank in range(size))
-        assert (model.second.weight.grad is not None) == anywhere
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert_alike(model, trained_alone(size, 6, make_optimizer, op))
 
 
 @ranks(2)
@@ -189,38 +152,6 @@ def test_sparse_tables_take_no_room_in_buckets_after_the_first_step():
     exchange = optimizer._reducer._hooks[0].exchange
     assert exchange.sparse_parameters == {0, 1}
     assert [exchange.buckets.slot(number).size for number in range(4)] == [0, 0, 6, 2]
-
-
-@ranks(2)
-def test_sparse_adam_and_accumulation_and_a_step_without_backward(size):
-    hvd.init()
-    table = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
-    reference = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
-    for each in (table, reference):
-        torch.nn.init.constant_(each.weight, 1.0)
-    plain = torch.optim.SparseAdam(reference.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SparseAdam(table.parameters(), lr=0.1),
-        table.named_parameters(),
-        backward_passes_per_step=2,
-    )
-    for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        for part in range(2):
-            for rank in range(size):
-                if step == 2 and rank == 1:
-                    continue  # takes its step without a gradient
-                own, one = (
-                    each(rows_of(rank, 2 * step + part)).square().sum()
-                    for each in (table, reference)
-                )
-                (one / size).backward()
-                if rank == hvd.rank():
-                    own.backward()
-        optimizer.step()
-        plain.step()
-    assert_alike(table, reference)
 
 
 def dense_and_sparse():

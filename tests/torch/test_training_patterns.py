@@ -1,6 +1,7 @@
 """Common patterns around a training step, against one process on all ranks' data."""
 
 import warnings
+from functools import partial
 
 import pytest
 
@@ -9,7 +10,6 @@ from tests.harness import ranks
 pytest.importorskip("torch")
 
 import torch
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import hvdlite.torch as hvd
@@ -117,81 +117,78 @@ class Tied(torch.nn.Module):
         return self.again(self.outside(torch.tanh(self.inside(x))))
 
 
+class Scaled(torch.autograd.Function):
+    """Returns gradients that are views of one tensor."""
+
+    @staticmethod
+    def forward(ctx, x, scale, shift):
+        ctx.save_for_backward(x, scale)
+        return x * scale + shift
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, scale = ctx.saved_tensors
+        both = torch.stack([(upstream * x).sum(0), upstream.sum(0)])
+        return upstream * scale, both[0], both[1]
+
+
+class ScaledLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+        self.shift = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.scale, self.shift)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def penalised(model, x):
+    """The second derivative is one of the step's gradients."""
+    output = model(x.requires_grad_())
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + slope.square().sum(1).mean()
+
+
+def checkpointed(reentrant, model, x):
+    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
+    return checkpoint(model[2], hidden, use_reentrant=reentrant).square().mean()
+
+
+def averaged(model, x):
+    """A differentiable collective, beside the exchange."""
+    loss = square(model, x)
+    return loss if len(x) == SAMPLES else hvd.allreduce(loss, op=hvd.Average) * 1.0
+
+
 @ranks(2, 3)
-def test_shared_parameters():
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model(part(data_of(step))).square().mean().backward()
-            optimizer.step()
-
-    check_alike(train, Tied)
-
-
-@ranks(2)
-def test_a_gradient_penalty():
-    """``create_graph=True``: the second derivative is one of the step's gradients."""
-
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model))
-        for step in range(STEPS):
-            x = part(data_of(step)).clone().requires_grad_()
-            optimizer.zero_grad()
-            output = model(x)
-            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-            (output.square().mean() + slope.square().sum(1).mean()).backward()
-            optimizer.step()
-
-    check_alike(train, make_model)
-
-
-@ranks(2)
-def test_backward_with_create_graph():
-    hvd.init()
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model))
-    for step in range(5):
-        optimizer.zero_grad()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*create_graph=True")
-            model(own(data_of(step))).square().mean().backward(create_graph=True)
-        optimizer.step()
-        assert_identical_on_all_ranks(model)
-
-
-@ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers(reentrant):
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = part(data_of(step)).clone().requires_grad_()
-            hidden = checkpoint(model[:2], x, use_reentrant=reentrant)
-            checkpoint(model[2], hidden, use_reentrant=reentrant).square().mean().backward()
-            optimizer.step()
-
-    check_alike(train, make_model)
-
-
-@ranks(2)
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
+    ("make", "loss_of"),
+    [
+        (Tied, square),
+        # They share a version, too: one seems to be changed when the other is added to.
+        (ScaledLayer, square),
+        (make_model, penalised),
+        (make_model, partial(checkpointed, False)),
+        (make_model, partial(checkpointed, True)),
+        (make_model, averaged),
+    ],
 )
-def test_implementations_of_the_step(options):
+def test_gradients_that_come_in_other_ways(make, loss_of, passes):
     def train(models, wrap, part):
         (model,) = models
-        optimizer = wrap(sgd(model, **options))
+        optimizer = wrap(sgd(model), backward_passes_per_step=passes)
         for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            model(part(data_of(step))).square().mean().backward()
+            optimizer.zero_grad()
+            for number in range(passes):
+                loss_of(model, part(data_of(passes * step + number)).clone()).backward()
             optimizer.step()
 
-    check_alike(train, make_model)
+    check_alike(train, make)
 
 
 @ranks(2)
@@ -209,22 +206,18 @@ def test_layers_that_are_frozen_and_thawed_between_steps():
     check_alike(train, make_model)
 
 
-@ranks(2, 3)
-def test_layers_of_several_types():
+@ranks(2)
+def test_backward_with_create_graph():
     hvd.init()
-    torch.manual_seed(0)
-    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-    model = torch.nn.ModuleList(torch.nn.Linear(3, 3, dtype=dtype) for dtype in kinds)
+    model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model))
-    for step in range(STEPS):
+    for step in range(5):
         optimizer.zero_grad()
-        x = own(data_of(step, 3))
-        for layer, dtype in zip(model, kinds, strict=True):
-            x = layer(x.to(dtype)).tanh()
-        x.square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*create_graph=True")
+            square(model, own(data_of(step))).backward(create_graph=True)
         optimizer.step()
-        assert [layer.weight.grad.dtype for layer in model] == kinds
-    assert_identical_on_all_ranks(model)
+        assert_identical_on_all_ranks(model)
 
 
 @ranks(2)
@@ -256,38 +249,6 @@ def test_hooks_of_the_users_own():
         assert all(map(torch.equal, seen[::2], seen[1::2]))  # this rank's own, both
 
     check_alike(train, make_model)
-
-
-def double(parameter):
-    parameter.grad.mul_(2)
-
-
-@ranks(2)
-@pytest.mark.parametrize("first_step", [0, 1, 5])
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("outputs", [2, 2**14], ids=["small", "large"])
-def test_a_hook_of_the_users_may_change_the_gradient_in_place(first_step, before, outputs):
-    """Whenever it is registered, before or after ours, and whenever it begins to do so."""
-    armed = []
-
-    def double(parameter):
-        if armed:
-            parameter.grad.mul_(2)
-
-    def train(models, wrap, part):
-        (model,) = models
-        armed.clear()
-        optimizer = None if before else wrap(sgd(model))
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(double)
-        optimizer = optimizer or wrap(sgd(model))
-        for step in range(first_step + 5):
-            armed[:] = [step] * (step >= first_step)
-            optimizer.zero_grad()
-            model(part(data_of(step))).square().mean().backward()
-            optimizer.step()
-
-    check_alike(train, lambda: make_model(outputs=outputs))
 
 
 def drop(parameter):
@@ -324,126 +285,6 @@ def test_a_hook_that_drops_the_gradient_is_noticed(width, before, good_steps):
     with pytest.raises(RuntimeError, match=r"'weight' was (computed, but|changed after backward)"):
         train()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == 2
-
-
-class Scaled(torch.autograd.Function):
-    """Returns gradients that are views of one tensor."""
-
-    @staticmethod
-    def forward(ctx, x, scale, shift):
-        ctx.save_for_backward(x, scale)
-        return x * scale + shift
-
-    @staticmethod
-    def backward(ctx, upstream):
-        x, scale = ctx.saved_tensors
-        both = torch.stack([(upstream * x).sum(0), upstream.sum(0)])
-        return upstream * scale, both[0], both[1]
-
-
-class ScaledLayer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
-        self.shift = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-
-    def forward(self, x):
-        return Scaled.apply(x, self.scale, self.shift)
-
-
-@ranks(2)
-def test_gradients_that_share_memory_while_they_are_accumulated():
-    """They share a version, too, so that one seems to be changed when the other is added to."""
-
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model), backward_passes_per_step=2)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for half in range(2):
-                model(part(data_of(2 * step + half))).square().mean().backward()
-            optimizer.step()
-
-    check_alike(train, ScaledLayer)
-
-
-@ranks(2, 3)
-def test_autocast_with_a_scaler_clipping_and_an_overflow_on_one_rank(size):
-    hvd.init()
-    model = make_model().float()
-    optimizer = hvd.DistributedOptimizer(sgd(model))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(6):
-        optimizer.zero_grad()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(own(data_of(step)).float())
-        loss = output.float().square().mean()
-        if step == 3 and hvd.rank() == size - 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert norm.isfinite() == (step != 3)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        moved = not all(map(torch.equal, model.parameters(), before))
-        assert moved == (step != 3)
-        assert_identical_on_all_ranks(model)
-        scheduler.step()
-    assert scaler.get_scale() == 512.0
-
-
-@ranks(2, 3)
-def test_branches_that_only_one_rank_takes(size):
-    """In turns, and with another optimizer's parameters in between."""
-    hvd.init()
-    branches, references = (
-        torch.nn.ModuleList(make_model(seed) for seed in range(3)) for _ in range(2)
-    )
-    optimizer = hvd.DistributedOptimizer(sgd(branches))
-    plain = sgd(references)
-
-    def chosen(rank, step):
-        return (rank + step) % 3 if step != 2 else 0
-
-    share = SAMPLES // size
-    for step in range(7):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        whole = data_of(step)
-        branches[chosen(hvd.rank(), step)](own(whole)).square().mean().backward()
-        for rank in range(size):
-            part = whole[rank * share :][:share]
-            (references[chosen(rank, step)](part).square().mean() / size).backward()
-        optimizer.step()
-        plain.step()
-    for parameter, expected in zip(branches.parameters(), references.parameters(), strict=True):
-        assert_close(parameter, expected)
-    assert_identical_on_all_ranks(branches)
-
-
-@ranks(2)
-def test_the_loss_itself_is_averaged_through_hvd():
-    """A loss that is reduced by a differentiable collective, beside the exchange."""
-
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            output = model(part(data_of(step)))
-            loss = mse_loss(output, torch.ones_like(output))
-            if part is own:
-                loss = hvd.allreduce(loss, op=hvd.Average)
-                loss = loss * 1.0
-            loss.backward()
-            optimizer.step()
-
-    check_alike(train, make_model)
 
 
 @ranks(2, 3)
