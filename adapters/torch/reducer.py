@@ -89,6 +89,7 @@ class Reducer:
         self._trained = parameters
         self._has_new = not self._attached.issuperset(map(id, parameters))
         if self._has_new and not self._attached:
+            self.reconnect()
             self._attach_new()
 
     def _attach_new(self) -> list[GradientHooks]:

@@ -118,7 +118,8 @@ class Distributed(Wrapped):
     _skipping: bool
     _synchronized_by: str  # the last method that did
     _losses: LossExchange
-    _evaluating: bool  # whether a closure runs
+    # The batch_size of each closure that runs: a step() that calls its parent's wraps it twice.
+    _evaluating: list[int | None]
 
     @classmethod
     def wrap(
@@ -134,7 +135,7 @@ class Distributed(Wrapped):
         wrapped = change_class(optimizer, cls, names)
         wrapped._reducer = reducer
         wrapped._exchange_state = state
-        wrapped._skipping = wrapped._evaluating = False
+        wrapped._skipping, wrapped._evaluating = False, []
         wrapped._synchronized_by = ""
         wrapped._losses = LossExchange(losses, reducer.op, options.process_set)
         average_before_scaling()
@@ -344,14 +345,14 @@ class Distributed(Wrapped):
 
     def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
         """Run a closure, exchange its gradients, and return the loss of all ranks."""
-        if self._evaluating:  # a step() that calls its parent's has wrapped the closure twice
+        self._evaluating.append(batch_size)
+        if len(self._evaluating) > 1:
             return closure()
-        self._evaluating = True
         try:
             loss = closure()
         finally:
-            self._evaluating = False
-        self._prepare_step(batch_size)
+            given, self._evaluating = self._evaluating, []
+        self._prepare_step(next((each for each in given if each is not None), None))
         return self._combine_loss(loss)
 
     def _combine_loss(self, loss: Any) -> Any:

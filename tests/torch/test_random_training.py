@@ -61,10 +61,10 @@ class Program:
         self.numbers = range(len(self.shapes))
         self.tables = {n for n in self.numbers if len(self.shapes[n]) == 2 and draw.random() < 0.5}
         self.sparse = {n for n in self.tables if draw.random() < 0.4}
-        self.frozen = {n for n in self.numbers[2:] if draw.random() < 0.2}
+        self.frozen = {n for n in self.numbers if draw.random() < 0.2}
         self.hooked = draw.choice([*({*self.numbers} - self.sparse), None, None])
         self.is_hooked_first, self.hook_step = draw.random() < 0.5, draw.choice([0, 1, 5])
-        self.later = {n for n in self.numbers[2:] if draw.random() < 0.15}
+        self.later = {n for n in self.numbers[1:] if draw.random() < 0.15}
         now = [n for n in self.numbers if n not in self.later]
         self.parts = [now[::2], now[1::2]] if len(now) > 1 and draw.random() < 0.3 else [now]
         self.kind, self.options = draw.choice(OPTIMIZERS)
@@ -87,6 +87,7 @@ class Program:
         options["sparse_as_dense"], is_named, is_grouped = (
             self.draw.random() < 0.5 for _ in range(3)
         )
+        self.is_densified = options["sparse_as_dense"]
         if self.op is hvd.Average:
             options["gradient_predivide_factor"] = self.draw.choice([1.0, 1.0, 4.0])
 
@@ -185,14 +186,15 @@ class Step:
         least = program.passes if draw.random() < 0.8 else 1
         self.passes = [draw.randint(least, program.passes) for _ in range(size)]
         self.samples = [draw.randint(n == program.members[0], 5) for n in range(size)]
-        self.is_dense = draw.random() < 0.2  # what is sparse otherwise
+        # What is sparse otherwise. By sparse_as_dense a rank without a gradient has its average in
+        # the form of its last one, and SGD rounds both forms differently.
+        self.is_dense = draw.random() < 0.2 and not program.is_densified
         self.overflows = program.is_scaled and draw.random() < 0.3
         ways = ["step", "synchronize", "skip"]
         if not program.sparse:
             ways += ["clip by norm", "clip after"]
             ways += ["clip by the largest"] * ((0,) not in program.shapes)
-        drops_weights = program.is_weighted and program.kind is CallsParent
-        if program.passes == len(program.parts) == 1 and not program.is_scaled | drops_weights:
+        if program.passes == len(program.parts) == 1 and not program.is_scaled:
             ways += ["closure"] * 3
         self.way = draw.choice(ways)
         keeps = not (program.sparse or program.is_scaled)
@@ -227,8 +229,10 @@ class Training:
         if step.way != "closure":
             self.own.backward(step, hvd.rank(), factor if self.program.is_scaled else 1)
         self._begin_anew()
-        trained = [p for optimizer in self.own.optimizers for p in self.own.trained(optimizer)]
-        dense = [p for p in trained if p.grad is not None and not p.grad.is_sparse]
+        trained = {p for optimizer in self.own.optimizers for p in self.own.trained(optimizer)}
+        numbered = enumerate(self.own.parameters)
+        plain = [p for n, p in numbered if n not in self.program.sparse and p in trained]
+        dense = [p for p in plain if p.grad is not None]
         views = [(p, p.grad.view(-1)) for p in dense if self.program.is_looked_at]
         self._average(step)
         self._finish(step)
