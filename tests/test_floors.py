@@ -24,7 +24,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1542, "base errors version"),
     "world": (2, 768, "world"),
-    "observe": (2, 1291, "observe"),
+    "observe": (2, 1293, "observe"),
     "transport": (3, 3721, "transport"),
     "engine": (4, 3767, "engine"),
     "compression": (5, 2837, "compression"),
@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3355, "launch"),
+    "launch": (_BESIDE, 3358, "launch"),
     "tools": (_TOOLS, 4339, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 706, "common"),
 }

@@ -446,6 +446,9 @@ def _report(channel: Channel | None, code: int, text: str, folder: str, under_wa
     """
     # At once: the end of this rank makes others fail, which must not be named before it.
     reported = _send(channel, protocol.REPORT, str(shell_code(code)), text)
+    if channel and reported:
+        with contextlib.suppress(OSError):
+            channel.receive(_READ)  # SEEN, so that what others report comes behind it
     _forget_notes(folder)
     _drain()
     if reported:

@@ -287,7 +287,7 @@ class Server:
                     self.watching[rank] = channel
                 else:
                     self._put((rank, kind, parts))
-                    if kind in (protocol.RESULT, protocol.ERROR, protocol.KEEP):
+                    if kind in protocol.ACKNOWLEDGED:
                         channel.send(protocol.SEEN)
         except ForgedError as error:
             if channel and channel.rank >= 0:

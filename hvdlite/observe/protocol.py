@@ -62,6 +62,8 @@ STOP, STATE = b"z", b"y"
 HELLO = b"h"
 # All parts of a message but the last:
 _PART = b"+"
+#: Kinds that the launcher answers by SEEN.
+ACKNOWLEDGED = {REPORT, RESULT, ERROR, KEEP}
 
 NONCE = 32
 HEADER = struct.Struct("!cQ")

@@ -136,7 +136,17 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_a_rank_that_began_to_leave_before_is_named_before(server):
+def test_a_rank_that_began_to_leave_before_is_named_before(server, monkeypatch):
+    """Also where its message is taken later, by a thread that the launcher runs for it."""
+    put = server._put
+
+    def put_slowly(message):
+        if message[:2] == (0, protocol.REPORT):
+            time.sleep(0.5)
+        put(message)
+
+    monkeypatch.setattr(server, "_put", put_slowly)
+
     def leaving(rank, code):
         process = shim(
             *python(_LEAVES),
