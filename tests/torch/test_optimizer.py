@@ -548,3 +548,16 @@ def test_an_optimizer_that_cannot_be_wrapped_stays_as_it_was(size):
         hvd.DistributedOptimizer(optimizer, process_set=hvd.ProcessSet([0]))  # not registered
     assert type(optimizer) is torch.optim.SGD
     assert hvd.DistributedOptimizer(optimizer) is optimizer
+
+
+@ranks(2)
+def test_what_was_frozen_at_first_joins_the_world_of_a_later_init():
+    weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer.step()
+    hvd.shutdown()
+    hvd.init()
+    weight.requires_grad_(True)
+    (weight.sum() * 2 * hvd.rank()).backward()
+    optimizer.step()
+    assert weight.tolist() == [-1.0] * 3
