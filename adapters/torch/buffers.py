@@ -50,9 +50,8 @@ class Step:
         behind: gradients that hooks of others come to later.
         repeated: messages about gradients that arrived too often.
         complete: the number of buckets that have all their gradients.
-        numbers: of the gradients that were copied, or are to be.
-        taken: these gradients, in this order.
-        versions: of these, as they were then.
+        taken: the gradients that were copied, or are to be.
+        versions: of those, as they were then.
         samples: the first elements of those that have no complete copy.
         sparse: those that are exchanged as sparse ones.
         zero_copied: those of which a part is exchanged without a copy.
@@ -68,9 +67,8 @@ class Step:
         self.behind: list[int] = []
         self.repeated: list[str] = []
         self.complete = 0
-        self.numbers: list[int] = []
-        self.taken: list[torch.Tensor] = []
-        self.versions: list[int] = []
+        self.taken: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}
         self.samples: dict[int, torch.Tensor] = {}
         self.sparse: dict[int, torch.Tensor] = {}
         self.zero_copied: set[int] = set()
@@ -80,10 +78,9 @@ class Step:
         self.sparse_errors: list[Exception] = []
 
     def take(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Record gradients and their versions."""
-        self.numbers += numbers
-        self.taken += gradients
-        self.versions += map(_version, gradients)
+        """Record the versions of gradients; those after the last number are ignored."""
+        self.taken.update(zip(numbers, gradients, strict=False))
+        self.versions.update(zip(numbers, map(_version, gradients), strict=False))
 
 
 class GradientBuffers:
@@ -219,12 +216,8 @@ class GradientBuffers:
                 for number, axes in self._densified.items()
                 if gradients[number] is None or gradients[number].layout is torch.sparse_coo
             }
-        found = gradients if len(numbers) == len(gradients) else [gradients[n] for n in numbers]
-        try:
-            is_plain = {*map(_layout, found)} <= _STRIDED
-        except AttributeError:  # of None
-            is_plain = False
-        if not is_plain:
+        found = [*map(gradients.__getitem__, numbers)]
+        if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
             for number in numbers:
                 if gradients[number] is None or gradients[number].layout is not torch.strided:
                     parameter = self._parameters[number]
@@ -369,29 +362,27 @@ class ChangeDetector:
             Their numbers; those on a device in a later step, when the device has compared them.
         """
         changed = []
-        gradients, taken = step.gradients, dict(zip(step.numbers, step.taken, strict=True))
-        now = map(gradients.__getitem__, step.numbers)
+        taken, gradients = step.taken, step.gradients
+        now = [*map(gradients.__getitem__, taken)]
+        versions = [*map(_version, taken.values())]
         # All at once: nearly always they are the same, among hundreds.
-        same = all(map(operator.is_, now, step.taken))
-        if not same or step.versions != [*map(_version, step.taken)]:
-            rows = sorted(zip(step.numbers, step.taken, step.versions, strict=True), key=_number)
+        same = all(map(operator.is_, now, taken.values()))
+        if not same or versions != [*step.versions.values()]:
             changed = [
                 number
-                for number, gradient, version in rows
-                if (gradients[number] is not gradient or gradient._version != version)
-                and self._differs(step, number, gradient, copies(step, number))
+                for number, gradient in sorted(taken.items(), key=_number)
+                if (gradients[number] is not gradient or gradient._version != step.versions[number])
+                and self._differs(step, number, copies(step, number))
             ]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         count = len(gradients)
         for number in range(count) if self.compares_all else {*step.samples, self.steps % count}:
             copied = copies(step, number) if number in taken else None
-            if copied is not None and self._has_changed(step, number, taken[number], copied):
+            if copied is not None and self._has_changed(step, number, copied):
                 changed.append(number)
         return self._found_on_device() + changed if self._comparisons else changed
 
-    def _differs(
-        self, step: Step, number: int, gradient: torch.Tensor, copied: Copies | None
-    ) -> bool:
+    def _differs(self, step: Step, number: int, copied: Copies | None) -> bool:
         """Return whether a gradient of another version is another gradient.
 
         Gradients that are views of one tensor, as a function of the user's own may return them,
@@ -399,18 +390,11 @@ class ChangeDetector:
         """
         if self._memory is not None or copied is None or number in step.samples:
             return True
-        replaced = step.gradients[number] is not gradient
-        return replaced or self._has_changed(step, number, gradient, copied, whole=True)
+        replaced = step.gradients[number] is not step.taken[number]
+        return replaced or self._has_changed(step, number, copied, whole=True)
 
-    def _has_changed(
-        self,
-        step: Step,
-        number: int,
-        gradient: torch.Tensor,
-        copied: Copies,
-        whole: bool = False,
-    ) -> bool:
-        sample = step.samples.get(number)
+    def _has_changed(self, step: Step, number: int, copied: Copies, whole: bool = False) -> bool:
+        gradient, sample = step.taken[number], step.samples.get(number)
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         flat = dense.reshape(-1)
         pairs = [] if sample is None else [(sample, flat[:_SAMPLE])]
@@ -433,6 +417,4 @@ class ChangeDetector:
 
 
 def _equal(before: torch.Tensor, now: torch.Tensor) -> bool:
-    if before.dtype is now.dtype and torch.equal(before, now):  # nearly always
-        return True
-    return bool(((before == now) | ((before != before) & (now != now))).all())  # NaN equals NaN
+    return bool(((before == now) | ((before != before) & (now != now))).all())

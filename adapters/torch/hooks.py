@@ -335,7 +335,7 @@ class GradientHooks:
         if small or unseen:
             gradients = self._buffers.copy(step, unseen + small)
             if unseen:
-                step.take(unseen, gradients[: len(unseen)])
+                step.take(unseen, gradients)
         for index in sent:
             bucket_hooks = self._bucket_hooks[index]
             if bucket_hooks.awaited or step.sparse or self.exchange.learns_order:
@@ -399,10 +399,10 @@ class GradientHooks:
     def _send_incomplete(self, index: int) -> None:
         """Send the gradients of a bucket of which some are missing."""
         bucket_hooks = self._bucket_hooks[index]
-        taken = {self._numbers[id(parameter)] for parameter in bucket_hooks.unseen}
-        taken.update(self._step.numbers)
+        unseen = {self._numbers[id(parameter)] for parameter in bucket_hooks.unseen}
         for number in bucket_hooks.members:
-            if number not in taken and self.parameters[number].grad is not None:
+            taken = number in unseen or number in self._step.taken
+            if not taken and self.parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
         if bucket_hooks.has_begun:
             self._send([index])

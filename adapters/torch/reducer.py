@@ -27,7 +27,7 @@ from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
-_params = itemgetter("params")
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 # Ranks make their optimizers in one order, those of a process set among themselves. The numbers
 # outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
@@ -73,8 +73,6 @@ class Reducer:
         self._errors: list[Exception] = []
         self._complaints: list[str] = []  # about gradients, once all exchanges have ended
         self._trained: Sequence[torch.Tensor] = []
-        # The list of `Wrapped._trainable`, if these, and no others, are attached.
-        self._settled: Sequence[torch.Tensor] | None = None
         self._has_new = False  # parameters among these that are not attached
         self._attached: set[int] = set()  # by id; the hooks keep them alive
         self._lost: set[int] = set()  # those that are detached after this step
@@ -84,8 +82,6 @@ class Reducer:
 
         A parameter that an earlier optimizer was attached to is taken over from it.
         """
-        if parameters is self._settled:
-            return
         self._trained = parameters
         self._has_new = not self._attached.issuperset(map(id, parameters))
         if self._has_new and not self._attached:
@@ -102,7 +98,7 @@ class Reducer:
             added.append(GradientHooks(self, label, members, memory))
         self._hooks += added
         self._attached.update(map(id, fresh))
-        self._has_new, self._settled = False, None
+        self._has_new = False
         return added
 
     def find_changes(self) -> list[str]:
@@ -115,16 +111,12 @@ class Reducer:
         Returns:
             Descriptions, in the order of the parameters' registration.
         """
-        optimizer: Any = self._optimizer()
-        trained = [] if optimizer is None else optimizer._trainable()
-        if trained is self._settled:
-            return []
+        optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        self._lost = self._attached.difference(
-            map(id, itertools.chain.from_iterable(map(_params, groups)))
-        )
+        members = [*itertools.chain.from_iterable(map(_params, groups))]
+        trained = [*filter(_requires_grad, members)]
+        self._lost = self._attached.difference(map(id, members))
         if not self._lost and self._attached.issuperset(map(id, trained)):
-            self._settled = self._trained = trained
             return []
         fresh = [each for each in trained if id(each) not in self._attached]
         lost = [name for each, name in self.names.items() if id(each) in self._lost]
@@ -169,7 +161,7 @@ class Reducer:
             hooks.remove()
         self._hooks.clear()
         self._attached.clear()
-        self.averaged, self._settled = False, None
+        self.averaged = False
 
     @property
     def in_flight(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -49,8 +48,6 @@ class Wrapped:
 
     _parameter_names: dict[torch.Tensor, str]
     param_groups: list[dict[str, Any]]
-    # All parameters, whether each requires gradients, and those that do.
-    _found: tuple[list[torch.Tensor], list[bool], list[torch.Tensor]] = [], [], []
 
     @property
     def stepped(self) -> bool:
@@ -73,14 +70,8 @@ class Wrapped:
         )
 
     def _trainable(self) -> list[torch.Tensor]:
-        """Return the parameters that require gradients, in one list as long as nothing changes."""
-        members = [*itertools.chain.from_iterable(map(_params, self.param_groups))]
-        flags = [*map(_requires_grad, members)]
-        before, flags_before, trained = self._found
-        if flags == flags_before and all(map(operator.is_, members, before)):
-            return trained
-        self._found = members, flags, [*itertools.compress(members, flags)]
-        return self._found[2]
+        groups = map(_params, self.param_groups)
+        return [*filter(_requires_grad, itertools.chain.from_iterable(groups))]
 
     def _prepare_unscaling(self, enabled: bool) -> None:
         """Prepare for a GradScaler that unscales gradients, or would do so if it were enabled."""
