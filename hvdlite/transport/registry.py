@@ -1,4 +1,4 @@
-"""The choice of a transport for a world, and of one for its devices."""
+"""The registry of transports, and the choice of one for a world and for its devices."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, joi
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
+#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
+#: is the only registration.
+TRANSPORTS: tuple[type[Transport], ...] = (
+    Loopback,
+    SharedMemoryTransport,
+    HierarchicalTransport,
+    MPITransport,
+)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -39,18 +47,11 @@ def connect(
         before: the transport that these ranks, and some that have died, used before. The new one
             exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """
-    nodes, barrier = len(set(world.nodes)), None
-    if shared_memory and nodes < world.comm.size:
+    barrier = None
+    if shared_memory and len(set(world.nodes)) < world.comm.size:
         barrier = join_nodes(world, getattr(before, "arena", None))
-    transport: Transport
-    if world.comm.size == 1:
-        transport = Loopback()
-    elif barrier is None:
-        transport = MPITransport(MPI, world.comm, world.ids, world.create)
-    elif nodes == 1:
-        transport = SharedMemoryTransport(barrier, world.node.rank)
-    else:
-        transport = HierarchicalTransport(MPI, world, barrier)
+    made = (kind.connect(MPI, world, barrier) for kind in TRANSPORTS)
+    transport = next(each for each in made if each is not None)
     transport.members = world.ids
     return transport
 
