@@ -120,6 +120,16 @@ def test_fresh_job_has_its_environment():
     assert os.environ["HARNESS_TEST"] == "fresh"
 
 
+@ranks(2)
+def test_mpi_shares_memory_in_a_folder_of_the_job():
+    from mpi4py import MPI
+
+    maps = Path("/proc/self/maps").read_text().split("\n")
+    folders = {os.path.dirname(line.split()[-1]) for line in maps if "/sm_segment" in line}
+    assert "/dev/shm" not in folders
+    assert bool(folders) == ("Open MPI" in MPI.Get_library_version())
+
+
 CHOICE = """
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

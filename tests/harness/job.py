@@ -114,7 +114,7 @@ class Job:
             with open(self._folder / "mpirun", "wb") as log:
                 self._mpirun = subprocess.Popen(
                     mpirun.command(self.size, *arguments),
-                    env=mpirun.environment(env),
+                    env=mpirun.environment({**mpirun.own_memory(), **(env or {})}),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

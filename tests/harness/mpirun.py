@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -12,6 +14,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from hvdlite.launch import folders
+from hvdlite.launch.rank import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +46,22 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a job: this one, mpirun's, the repository, then `extra`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})}
+
+
+def own_memory() -> dict[str, str]:
+    """Return the variable by which a job has a folder for the memory that its MPI shares.
+
+    Open MPI names the files by 16 bits of a hash of its mpirun's process id. Two jobs that run at
+    once and have the same bits write into each other's memory, and die by SIGSEGV.
+    """
+    return {"OMPI_MCA_btl_sm_backing_directory": tempfile.mkdtemp(dir=_memory())}
+
+
+@functools.cache
+def _memory() -> str:
+    path, _ = folders.make(SHARED)
+    atexit.register(folders.remove, path)
+    return path
 
 
 def captured(

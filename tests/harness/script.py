@@ -33,4 +33,5 @@ def run_script(
             script, source = Path(folder, "script.py"), script
             script.write_text(textwrap.dedent(source))
         command = mpirun.command(np, script, *args)
-        return mpirun.captured(command, mpirun.environment(env), timeout, mpirun.end)
+        environment = mpirun.environment({**mpirun.own_memory(), **(env or {})})
+        return mpirun.captured(command, environment, timeout, mpirun.end)
