@@ -1,7 +1,7 @@
-"""How the rooms beside the core come into a job: when its settings ask for them.
+"""Which optional packages a job uses: those that its settings ask for.
 
-The core owns the seams (`supervisor.choose`, `parts.divide`, `observers.plan`, `options.presets`
-and `options.adasum`) and knows none of the rooms; what is not asked for is not imported.
+The core calls them through functions that it owns (`supervisor.choose`, `parts.divide`,
+`observers.plan`, `options.presets`, `options.adasum`), and imports none of them.
 """
 
 from __future__ import annotations

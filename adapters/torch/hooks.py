@@ -1,4 +1,7 @@
-"""Gradient hooks: they send gradients to the other ranks while the backward pass goes on."""
+"""Gradient hooks: they report to the exchange which gradients the backward pass has made.
+
+`GradientExchange._send_complete` (``hvdlite/gradients/exchange.py``) decides when a bucket is sent.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class BucketHooks:
     At first each gradient has a Python hook. After a step in which all have arrived, the small ones
     have a C function as their hook, ``unseen.append``, except for the last one: its Python hook
     finds that all are there. A Python hook takes twice as long, and evicts the backward pass from
-    the processor's caches besides. On a device a frame around ``unseen.append`` notes the stream.
+    the processor's caches besides. On a device the hook is a function that also records the stream.
 
     Args:
         members: of the bucket, by number.

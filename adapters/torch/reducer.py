@@ -1,4 +1,4 @@
-"""The reducer of an optimizer: it averages the gradients of all its parameters over the ranks."""
+"""The reducer of an optimizer: the hooks, buffers and exchanges of all its parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The six reductions, and the scaling of their arguments and results.
+"""The reductions, and the scaling of their arguments and results.
 
-`Scaling.write` divides an average. `Reduction` in ``compression/bucket.py`` makes the one of
-gradients, and the compression strategy decides whether it is applied before the sum or after it.
+`Scaling.write` divides an average. The factors for gradients are from `Reduction.scalings`
+(``compression/bucket.py``); the compression strategy applies them before the sum or after it.
 """
 
 from __future__ import annotations

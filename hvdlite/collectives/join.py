@@ -1,7 +1,7 @@
 """Join: a rank without data takes part in the operations of the others with zeros.
 
 While a `Join` is pending on some ranks, `decide` in ``engine/agreement.py`` counts an operation
-that only these lack as ready, and there `Rounds._stand_in` in ``engine/rounds.py`` makes one with
+that only these lack as ready, and `Rounds._stand_in` in ``engine/rounds.py`` gives them one with
 zeros (`_allreduce_zeros` in ``allreduce.py``). `Join.execute` runs once all ranks have joined.
 """
 

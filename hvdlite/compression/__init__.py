@@ -1,4 +1,8 @@
-"""Compression: how gradients travel between ranks, by interchangeable strategies."""
+"""Compression: how gradients travel between ranks, by interchangeable strategies.
+
+``strategy.py`` has the interface; `Compression` in ``registry.py`` lists them, and says how to add
+one.
+"""
 
 from __future__ import annotations
 

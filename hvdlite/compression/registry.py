@@ -22,8 +22,8 @@ class Compression:
     ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
     To add a strategy, derive a class with an ``exchange`` from `Strategy` in a file of its own, and
-    name it here, and only here. The tests then hold it to the laws of all strategies, and ``python
-    -m tests.api_table`` adds it to the documentation.
+    name it here, and only here. The tests of all strategies then run on it, and ``python -m
+    tests.api_table`` adds it to the documentation.
     """
 
     none = DENSE

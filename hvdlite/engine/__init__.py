@@ -1,8 +1,12 @@
 """The engine: lanes over the transports of one world.
 
-A lane (``lane.py``) queues operations and drives rounds (``rounds.py``), in the thread that waits
-for one or in its own. In a round the ranks compare what they have pending and run what all have;
-where queues differ, ``agreement.py`` decides. ``calls.py`` compares where unnamed ones were called.
+A lane (``lane.py``) queues operations and drives rounds (``rounds.py``). In a round the ranks
+compare what they have pending and run what all have; where queues differ, ``agreement.py`` decides.
+``calls.py`` finds the lines of the program that call unnamed collectives in different orders.
+
+Collectives run in the thread that waits for one, or else in the lane's. A rank has a thread for
+each lane (one for gradients, one for all else, two more for each process set it is in) and one for
+a timeline that is written (``observe/timeline.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Agreement: decide which operations run next where the ranks' queues differ.
 
-`rounds.py` calls `decide` only then. Every rank decides from the same data, all ranks' descriptions
-of what they have pending, so the outcome is the same on each. For join, see `collectives.join`.
+`decide` gets the same data on every rank, all ranks' descriptions of what they have pending, so the
+outcome is the same on each. It lets operations run without the ranks that have joined, which take
+part with zeros (``collectives/join.py``).
 """
 
 from __future__ import annotations

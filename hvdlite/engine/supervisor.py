@@ -1,10 +1,11 @@
 """Supervisor: forms the world of a job, and decides what happens when a rank dies.
 
-This one forms the world of the ranks that ``init()`` names, and the job ends with the first death,
-which the transport notices (on one node `Barrier._failure`). `hvdlite.elastic` derives one that
-forms a new world of the survivors; `choose` selects it. A lane runs its rounds through the `guard`
-of its supervisor. Where that `survives` deaths, an exchange may run twice: operations keep their
-inputs (`Operation.protect`), and ranks confirm outcomes before they deliver them (`Rounds`).
+The transport notices a death: `Barrier._failure` (``transport/shared_memory/barrier.py``) on one
+node, else MPI. `Supervisor` lets the waiting operations raise it, and the launcher ends the job;
+`Recovery` (``elastic/recovery.py``) forms a new world of the survivors instead; `choose` selects.
+A lane runs its rounds through the `guard` of its supervisor. Where that `survives` deaths, an
+exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks confirm
+outcomes before they deliver them (`Rounds`).
 """
 
 from __future__ import annotations

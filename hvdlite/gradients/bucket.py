@@ -2,7 +2,8 @@
 
 A `GradientBucket` knows one step of training: which gradients have arrived, on which ranks, with
 which weights. Its arrays are a `hvdlite.compression.bucket.Bucket`, all that a strategy sees. The
-strategy divides the gradients: by a `Reduction` there, and `Scaling.write` (``base/reduction.py``).
+strategy averages them: its `Reduction` has the factors, `Scaling.write` (``base/reduction.py``)
+applies them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Transports: the collectives of one set of ranks, each backend behind the same interface.
 
-Jobs import the backends (``registry.py``), programs that only import hvdlite do not.
+`connect` in ``registry.py`` chooses the backend of a world, and only then imports it.
 """
 
 from __future__ import annotations

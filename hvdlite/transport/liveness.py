@@ -1,7 +1,8 @@
 """A side channel on which waiting ranks tell each other that they are alive.
 
-For MPI only, and for ranks that say that they leave. `Barrier._failure` notices a process of this
-node that is killed (``shared_memory/barrier.py``), and its parent `_wait` (``launch/rank.py``).
+It finds ranks that do not come, for MPI, and those that have announced that they leave. A process
+of this node that is killed is noticed by `Barrier._failure` (``shared_memory/barrier.py``), and by
+the process around it (`_wait` in ``launch/rank.py``).
 """
 
 from __future__ import annotations

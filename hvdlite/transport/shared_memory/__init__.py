@@ -1,1 +1,4 @@
-"""The transport of one node's ranks, through shared memory: ``transport.py`` and its parts."""
+"""The transport of one node's ranks, through shared memory: ``transport.py`` and its parts.
+
+`connect` in ``transport/registry.py`` chooses it; ``transport/reduce.py`` adds up the arrays.
+"""
