@@ -1,6 +1,6 @@
 """The reductions, and the scaling of their arguments and results.
 
-`Scaling.write` divides an average. The factors for gradients are from `Reduction.scalings`
+`Scaling` divides an average. The factors for gradients are from `Reduction.scalings`
 (``compression/bucket.py``); the compression strategy applies them before the sum or after it.
 """
 

@@ -1,6 +1,6 @@
 """Compression: how gradients travel between ranks, by interchangeable strategies.
 
-``strategy.py`` has the interface; `Compression` in ``registry.py`` lists them, and says how to add
+``strategy.py`` has the interface; `Compression` in ``registry.py`` lists all, and says how to add
 one.
 """
 

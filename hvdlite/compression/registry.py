@@ -22,7 +22,7 @@ class Compression:
     ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
     To add a strategy, derive a class with an ``exchange`` from `Strategy` in a file of its own, and
-    name it here, and only here. The tests of all strategies then run on it, and ``python -m
+    name it in this class. The tests of all strategies then run on it, and ``python -m
     tests.api_table`` adds it to the documentation.
     """
 

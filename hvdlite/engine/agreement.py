@@ -1,7 +1,7 @@
 """Agreement: decide which operations run next where the ranks' queues differ.
 
 `decide` gets the same data on every rank, all ranks' descriptions of what they have pending, so the
-outcome is the same on each. It lets operations run without the ranks that have joined, which take
+outcome is the same on each. It does not wait for operations of ranks that have joined: they take
 part with zeros (``collectives/join.py``).
 """
 

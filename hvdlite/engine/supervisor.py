@@ -1,7 +1,7 @@
 """Supervisor: forms the world of a job, and decides what happens when a rank dies.
 
 The transport notices a death: `Barrier._failure` (``transport/shared_memory/barrier.py``) on one
-node, else MPI. `Supervisor` lets the waiting operations raise it, and the launcher ends the job;
+node, else MPI. `Supervisor` lets the waiting operations raise, and the launcher ends the job;
 `Recovery` (``elastic/recovery.py``) forms a new world of the survivors instead; `choose` selects.
 A lane runs its rounds through the `guard` of its supervisor. Where that `survives` deaths, an
 exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks confirm

@@ -2,8 +2,8 @@
 
 A `GradientBucket` knows one step of training: which gradients have arrived, on which ranks, with
 which weights. Its arrays are a `hvdlite.compression.bucket.Bucket`, all that a strategy sees. The
-strategy averages them: its `Reduction` has the factors, `Scaling.write` (``base/reduction.py``)
-applies them.
+strategy averages them: its `Reduction` has the factors, `Scaling` (``base/reduction.py``) applies
+them.
 """
 
 from __future__ import annotations

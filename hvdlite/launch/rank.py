@@ -384,7 +384,7 @@ def _take_stdin() -> None:
 def _wait(child: int, manager: int, channel: Channel | None) -> tuple[int, set[int]]:
     """Wait for the command; return how it ended, and the signals that the manager had sent.
 
-    End it if the launcher has gone, and the manager, which should follow it, does not end the job.
+    End it if the launcher has gone and the manager, which should end then, does not.
     """
     signs: set[int] = set()
     deadline: float | None = None

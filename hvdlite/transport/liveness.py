@@ -1,8 +1,7 @@
 """A side channel on which waiting ranks tell each other that they are alive.
 
-It finds ranks that do not come, for MPI, and those that have announced that they leave. A process
-of this node that is killed is noticed by `Barrier._failure` (``shared_memory/barrier.py``), and by
-the process around it (`_wait` in ``launch/rank.py``).
+For MPI, it finds the ranks that do not come; on one node `Barrier._failure` does, in
+``shared_memory/barrier.py``. ``engine/supervisor.py`` decides what a rank's death leads to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Membership: objects that depend on the rank and the number of ranks, and change with them.
 
-When a rank dies under ``hvdliterun --elastic``, the survivors take over its data
-(`hvdlite.recipe.batches`). They may have reached different steps, so `hvdlite.elastic.recovery`
-compares their positions, and all change after the last step that any of them has taken. An object
-that a rank makes later goes through the same changes.
+After a death (``engine/supervisor.py``) the survivors take over the rank's data
+(``recipe/batches.py``). They may have reached different steps, so ``elastic/recovery.py`` compares
+their positions, and all change after the last step that any of them has taken. An object that a
+rank makes later goes through the same changes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Member(ABC):
     def begin(self, rank: int, size: int) -> None:
         """Start with a rank and a number of ranks.
 
-        They are earlier ones if other ranks made the corresponding object before a rank died; calls
-        of `renumber` follow then.
+        If the other ranks made their objects before a rank died, these are the numbers of that
+        time, and calls of `renumber` follow.
         """
 
     @abstractmethod

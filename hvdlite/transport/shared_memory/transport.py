@@ -58,10 +58,10 @@ class SharedMemoryTransport(Transport):
     """Collectives of the ranks of one node.
 
     Arrays from `empty` lie in memory that all ranks share. There, each rank reduces one slice of
-    all ranks' arrays and writes it into all ranks' results (`_reduce_in_segments`). All others move
-    in chunks through slots that stay in the processors' cache (`ChunkedAllreduce`). Two ranks both
-    reduce all of each chunk; more ranks share the work slice by slice. Small arrays, wherever they
-    lie, are one chunk that every rank reduces (`_reduce_small`). `allreduce_init` chooses.
+    all ranks' arrays and writes it into all ranks' results (`_reduce_in_segments`). Other arrays
+    move in chunks through slots that stay in the processors' cache (`ChunkedAllreduce`). Two ranks
+    both reduce all of each chunk; more ranks share the work slice by slice. Small arrays, wherever
+    they lie, are one chunk that every rank reduces (`_reduce_small`). `allreduce_init` chooses.
 
     A rank waits for the others in `Barrier.wait`, and adds by `_in_blocks` (``reduce.py``): in the
     order of the ranks, so every rank and every run gets the same bits.
