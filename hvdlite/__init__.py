@@ -1,7 +1,19 @@
 """hvdlite: one training script for one process becomes one for N.
 
 The functions here work on numpy arrays and Python objects; ``hvdlite.torch`` and
-``hvdlite.tensorflow`` offer the same and more on the tensors of their framework.
+``hvdlite.tensorflow`` (in ``adapters/``) offer the same and more on the tensors of their framework.
+
+The core, each package on top of those above it::
+
+    world        the ranks and their nodes
+    transport    shared memory, MPI, NCCL
+    engine       agrees on what runs next, and runs it; a rank's death (``supervisor.py``)
+    compression  how the gradients of a bucket travel
+    collectives  allreduce and its like
+    gradients    buckets, and when they are sent
+    recipe       data, checkpoints, learning rates
+
+``elastic``, ``virtual``, ``schedule``, ``horovod``, ``tools`` and ``launch`` are beside it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5816, "torch"),
+    "torch": (8, 5819, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3358, "launch"),
     "tools": (_TOOLS, 4339, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 706, "common"),
+    "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

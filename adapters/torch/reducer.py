@@ -1,4 +1,7 @@
-"""The reducer of an optimizer: the hooks, buffers and exchanges of all its parameters."""
+"""The reducer of an optimizer: the hooks, buffers and exchanges of all its parameters.
+
+`GradientExchange` (``hvdlite/gradients/exchange.py``) decides when a bucket is sent.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ compare what they have pending and run what all have; where queues differ, ``agr
 ``calls.py`` finds the lines of the program that call unnamed collectives in different orders.
 
 Collectives run in the thread that waits for one, or else in the lane's. A rank has a thread for
-each lane (one for gradients, one for all else, two more for each process set it is in) and one for
-a timeline that is written (``observe/timeline.py``).
+each lane (one for gradients, one for all else, two more for each process set it is in), and one if
+it writes a timeline (``observe/timeline.py``).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The transport notices a death: `Barrier._failure` (``transport/shared_memory/barrier.py``) on one
 node, else MPI. `Supervisor` lets the waiting operations raise, and the launcher ends the job;
-`Recovery` (``elastic/recovery.py``) forms a new world of the survivors instead; `choose` selects.
-A lane runs its rounds through the `guard` of its supervisor. Where that `survives` deaths, an
-exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks confirm
-outcomes before they deliver them (`Rounds`).
+`Recovery` (``elastic/recovery.py``) forms a new world of the survivors instead. `choose` selects by
+the settings. A lane runs its rounds through the `guard` of its supervisor. If that `survives`
+deaths, an exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks
+confirm outcomes before they deliver them (`Rounds`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Build = Callable[[Any, Create], "Engine"]
 
 
 class Supervisor:
-    """Ends the job when a rank dies.
+    """Lets a rank's death end the job.
 
     Attributes:
         survives: Whether the job continues when a rank dies, so that exchanges may run again.

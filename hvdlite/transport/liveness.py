@@ -1,7 +1,7 @@
 """A side channel on which waiting ranks tell each other that they are alive.
 
-For MPI, it finds the ranks that do not come; on one node `Barrier._failure` does, in
-``shared_memory/barrier.py``. ``engine/supervisor.py`` decides what a rank's death leads to.
+For MPI, it finds the ranks that are missing from a collective; on one node `Barrier._failure` does
+(``shared_memory/barrier.py``). ``engine/supervisor.py`` decides what a rank's death leads to.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The ranks, the nodes that they run on, and how they find together."""
+"""The ranks, the nodes that they run on, and how they find each other."""
