@@ -42,7 +42,7 @@ def shard(
             nested; the data are not copied, and batches are gathered by index. Or a
             ``tf.data.Dataset`` of samples, to which `sharded` is applied.
         batch_size: Samples per rank and step.
-        shuffle: Shuffle each epoch anew; False for evaluation, and for a dataset, whose own
+        shuffle: Shuffle each epoch; False for evaluation, and for a dataset, whose own
             ``shuffle`` needs the same seed on all ranks.
         seed: The seed of the shuffling; the same on all ranks.
         first_epoch: The epoch, from 0, of the first iteration; to resume training, or to

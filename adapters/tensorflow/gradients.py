@@ -320,7 +320,7 @@ class _DenseExchange:
             raise HorovodInternalError(
                 f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
                 "HVDLITE_FIRST_BUCKET_SIZE) have changed since a tf.function was traced; make the "
-                "function anew after init()"
+                "function again after init()"
             )
         gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
         samples = checked_samples(arrays[-1]) if len(arrays) > len(numbers) else None

@@ -146,7 +146,7 @@ def _weights(
 
 
 class TapeSteps:
-    """The steps of the tapes of some variables, which are made anew for every step.
+    """The steps of the tapes of some variables, of which each step makes a new one.
 
     Args:
         label: Unique, and the same on all ranks.

@@ -221,7 +221,7 @@ class Reducer:
             hooks.reset_passes()
 
     def reconnect(self) -> None:
-        """Move to the current world after ``shutdown()`` and ``init()``; a step begins anew."""
+        """Move to the current world after ``shutdown()`` and ``init()``; a step starts over."""
         with self._reconnecting:  # the first hooks of two devices may come at once
             if runtime.engine(self.process_set) is not self._engine:
                 self.restart()

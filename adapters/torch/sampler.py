@@ -31,7 +31,7 @@ class ShardSampler(Sampler[list[int]]):
     Args:
         dataset: the data set, or its length.
         batch_size: samples per rank and step.
-        shuffle: whether to permute the samples anew in each epoch.
+        shuffle: whether to permute the samples in each epoch.
         seed: of the permutations; the same on all ranks.
         allow_empty: whether to accept fewer samples than ranks. Ranks without a sample then
             make no step, so this is for evaluation, where a step has no collective.

@@ -268,7 +268,7 @@ class ModelBuffers:
                     )
 
     def restart(self) -> None:
-        """Begin a step anew with what the buffers hold now."""
+        """Begin a step with what the buffers hold now."""
         self._start = self._read()
         self._has_begun = self._is_loaded = False
 

@@ -131,7 +131,7 @@ class Settings:
     elastic_timeout: float = _seconds(600.0, " above 0", None)
     #: Failures in a row, without a commit between them, that elastic training survives; 0: all.
     elastic_retries: int = _number(3, "a number of failures, or 0 for no limit")
-    #: How often elastic training may form its world anew; 0: without limit.
+    #: How often elastic training may form a new world; 0: without limit.
     elastic_reset_limit: int = _number(0, "a number of resets, or 0")
     #: The number of parts of every global batch, which the processes share (``virtual_ranks`` of
     #: ``init()``); 0: one for each rank.

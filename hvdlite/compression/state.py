@@ -16,7 +16,7 @@ _COUNT = "exchanges"
 class StrategyState:
     """State of each parameter, by the parameter's name.
 
-    It belongs to a list of parameters, not to their buckets, which may be packed anew. Arrays
+    It belongs to a list of parameters, not to their buckets, which may be packed again. Arrays
     are residuals and other values of this rank's own, or low-rank factors, which are the same on
     all ranks.
 

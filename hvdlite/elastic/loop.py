@@ -181,7 +181,7 @@ class _Attempts:
         self._resets += 1
         if self._reset_limit and self._resets > self._reset_limit:
             raise HorovodInternalError(
-                f"rank {world.rank()}: the ranks have formed their world anew {self._reset_limit} "
+                f"rank {world.rank()}: the ranks have formed a new world {self._reset_limit} "
                 "times, as often as HVDLITE_ELASTIC_RESET_LIMIT (--reset-limit) allows, and would "
                 "have to again; raise it, or see what ends ranks"
             )

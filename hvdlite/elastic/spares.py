@@ -1,7 +1,7 @@
 """Spares: processes that wait in ``init()`` until ranks have died, and take their places.
 
 ``hvdliterun --elastic -np 4 --spares 1`` starts five processes, of which the first four are the
-ranks. When these form their world anew in elastic training (`hvdlite.elastic`), they bring in as
+ranks. When these form a new world in elastic training (`hvdlite.elastic`), they bring in as
 many spares as ranks are missing.
 
 All of them form the pool: a communicator that serves to form worlds, and for messages to the

@@ -71,7 +71,7 @@ class Start(Recovery):
         again: Whether there has been a world before.
 
     Attributes:
-        reports: What the ranks have brought, by rank; None for those that were spares.
+        reports: What the ranks have sent, by rank; None for those that were spares.
     """
 
     def __init__(self, message: Message | None = None, again: bool = False) -> None:

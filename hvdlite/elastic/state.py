@@ -138,7 +138,7 @@ class State(Restorable):
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Tell this rank that the set of hosts has changed; from any thread.
 
-        One rank that is told is enough.
+        One rank that is notified is enough.
 
         Args:
             timestamp: time in seconds; an update that is not newer than the last one is ignored.
@@ -147,7 +147,7 @@ class State(Restorable):
         self._host_messages.put((timestamp, update_res))
 
     def check_host_updates(self) -> None:
-        """Check whether any rank has been told of a change of the hosts; collective.
+        """Check whether any rank has been notified of a change of the hosts; collective.
 
         Raises:
             HostsUpdatedInterrupt: yes; on all ranks in the same call.

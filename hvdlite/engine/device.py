@@ -140,7 +140,7 @@ class DeviceExecutor:
         report: Has the lane's thread call `check` soon, though it may have nothing to do.
 
     Attributes:
-        control: As given; it may be replaced as long as there is no device transport.
+        control: The argument; it may be replaced as long as there is no device transport.
         under_way: The start times and results of operations that the device may not have finished.
     """
 

@@ -88,7 +88,7 @@ class GradientBucket(Operation):
         self.awaited = self._size
         self.samples: int | None = None
         self.snapshot: Snapshot | None = None
-        self._is_usual = False  # whether all gradients are there, and nothing else is to be told
+        self._is_usual = False  # all gradients are there, and there is nothing to report
         self.pending: Handle | None = None
         self.abandoned = self.corrupted = False
         self.arrays.zero_copy = {}

@@ -67,7 +67,7 @@ class ExchangeState:
 
         Args:
             is_own: whether this process has saved it, maybe under another number. A schedule that
-                has made its first step since begins anew.
+                has made its first step since begins without it.
         """
         if is_outside(process_set):
             return

@@ -31,11 +31,11 @@ class LossExchange:
         self.restart()
 
     def restart(self) -> None:
-        """Number steps and evaluations anew, after a failure; on all ranks."""
+        """Restart the numbers of steps and evaluations after a failure; on all ranks."""
         self._step = self._evaluation = 0
 
     def begin_step(self) -> None:
-        """Begin a step, whose evaluations are numbered anew."""
+        """Begin a step, and number its evaluations from 0."""
         self._step += 1
         self._evaluation = 0
 

@@ -160,7 +160,7 @@ class ReplicaCheck:
         """Return this rank's part of the comparison; None: there is none with the next exchange.
 
         Args:
-            world: another object after ``init()`` has been called again: everything is due anew.
+            world: another object after ``init()`` has been called again: all checks are due again.
         """
         if self._world() is not world:
             self._world = weakref.ref(world)

@@ -186,7 +186,7 @@ def _check_end(server: Server, code: int) -> None:
     if len(server.hosts) < server.ranks:
         _raise_not_started(server, f"did not start; {how}")
     if missing:
-        raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
+        raise HorovodInternalError(f"ranks {missing} returned no result; {how}{_printed(server)}")
     if code:
         raise HorovodInternalError(f"{how} after all ranks had returned{_printed(server)}")
 

@@ -211,7 +211,7 @@ def shard(
             iterable without a length, such as a generator, is dealt sample by sample (see
             `Stream`): all ranks read the same samples in the same order.
         batch_size: Samples per rank and step.
-        shuffle: Whether to permute the samples anew in each epoch; False for evaluation, and for
+        shuffle: Whether to permute the samples in each epoch; False for evaluation, and for
             an iterable without a length.
         seed: Of the permutations; the same on all ranks.
         rank: The rank whose batches to return; None: this process's.

@@ -213,7 +213,7 @@ class Checkpoint:
         try:
             return self._read_file(self.path)
         except CheckpointError as failure:
-            # Without the file, the user wants to begin anew: a save never leaves this state.
+            # Without the file, the user wants to start over: a save never leaves this state.
             for generation in files.previous_generations(self.path) if self.path.exists() else ():
                 try:
                     content = self._read_file(generation)

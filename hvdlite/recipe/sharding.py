@@ -38,7 +38,7 @@ class Sharding:
         batch_size: Samples per rank and step.
         rank: The rank whose samples to return; None: this process's.
         size: The number of ranks; None: that of the world.
-        shuffle: Whether to permute the samples anew in each epoch; False: keep their order.
+        shuffle: Whether to permute the samples in each epoch; False: keep their order.
         seed: Of the permutations; the same on all ranks.
         allow_empty: Whether ranks may have an empty batch if there are fewer samples than
             ranks. For evaluation, where a step has no collective.

@@ -22,7 +22,7 @@ A ``point`` is one of those that `hvdlite.base.observers` explains (default: ``e
 ``time``: ``after`` seconds from the end of ``init()``. Outcomes are confirmed, and worlds formed
 anew, only in jobs that go on without a rank (``hvdliterun --elastic``).
 
-A fault that has not come when its rank ends is told on standard error: nothing has been rehearsed.
+A fault that has not come when its rank ends is reported on standard error.
 
 ``corrupt`` has two points. At ``exchange``, the first entry of one of this rank's gradients of the
 step is ``value`` (default nan) when the gradient leaves; ``name`` selects a parameter's gradient,

@@ -59,7 +59,7 @@ class Liveness:
             source = status.Get_source()
             self.comm.Recv(received, source)
             if received[0] == _GONE:
-                self._left = True  # that rank has told all others already
+                self._left = True  # that rank has notified all others already
                 raise RankGoneError(
                     f"rank {self._members[source]} has ended while this rank waits for it; see "
                     "what ended it"

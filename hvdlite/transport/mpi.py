@@ -200,7 +200,7 @@ class MPITransport(Transport):
             raise failure
 
     def leave(self) -> None:
-        """Tell it on the side channel, unless another rank has left before and told all."""
+        """Tell it on the side channel, unless another rank has left before and notified all."""
         self._liveness.leave()
 
     def confirm(self) -> None:

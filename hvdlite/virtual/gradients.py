@@ -311,7 +311,7 @@ class VirtualExchange(Operation):
 
         Raises:
             HorovodInternalError: the processes disagree, what a strategy remembers of a virtual
-                rank is lost, or communication failed. The next step begins anew.
+                rank is lost, or communication failed. The next step starts over.
         """
         lane, self._snapshot = self._engine.gradients, None
         if self.check is not None and len(lane.members) > 1:

@@ -35,7 +35,7 @@ def test_seeded_layers():
         assert same_on_all_ranks(model.get_weights())
         found.append((model.get_weights()[0].tobytes(), masks(model)))
         assert differ(model)
-        hvd.seed(n)  # generators of layers begin anew
+        hvd.seed(n)  # generators of layers start over
         assert masks(model) == found[-1][1]
     assert found[0] == found[1]
     assert found[0][0] != found[2][0]

@@ -191,7 +191,7 @@ def test_there_may_be_a_limit_to_the_resets(hosts):
     options = discovered(hosts, "-np", 2, "--max-np", 3, "--reset-limit", 1)
     found, stderr = run(hosts, {"4": "localhost:3", "150": "localhost:2"}, *options, returncode=1)
     assert found == []
-    assert "have formed their world anew 1 times, as often as HVDLITE_ELASTIC_RESET_L" in stderr
+    assert "have formed a new world 1 times, as often as HVDLITE_ELASTIC_RESET_L" in stderr
 
 
 TORCH = """

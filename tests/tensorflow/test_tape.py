@@ -390,7 +390,7 @@ def test_many_small_buckets_and_a_new_world(mode, monkeypatch):
         for _ in range(2):
             assert alike(in_mode(mode, function)(own(x), own(y)), expected)
         if mode == "function":
-            with pytest.raises(hvd.HorovodInternalError, match="make the function anew after init"):
+            with pytest.raises(hvd.HorovodInternalError, match="function again after init"):
                 before(own(x), own(y))
     finally:
         hvd.shutdown()

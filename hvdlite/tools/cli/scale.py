@@ -41,7 +41,7 @@ class Run(NamedTuple):
     """The speed of a job.
 
     Attributes:
-        metric: its name; `WALL`: the job has told none.
+        metric: its name; `WALL`: the job has reported none.
         value: the speed, or the wall time.
         seconds: the wall time, with the start of the job.
     """
@@ -201,7 +201,7 @@ def compare(runs: Mapping[int, Sequence[Run]]) -> tuple[str, list[dict[str, Any]
     wall time of a job.
 
     Raises:
-        StartError: some of the runs have told their speed, and others have not.
+        StartError: some of the runs have reported their speed, and others have not.
     """
     names = {run.metric for each in runs.values() for run in each}
     if len(names) > 1:
