@@ -70,6 +70,7 @@ equal numbers."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
 
+_SHARED_BYTES = 1 << 24  # of each rank
 _SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 TO_LAUNCHER, ERRORS_TO_LAUNCHER = "-", "-2"
 """OUTPUT where the launcher prints what the ranks do, all of it or standard error."""
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
     numbers = _FORWARDED.get(output, ())
     forwarding = _Forwarding(channel, numbers) if numbers and channel else None
     folder = _own_folder(address)
-    _shared = _own_shared_folder()
+    _shared = _own_shared_folder(folder)
     steps = _make_steps()
     this = os.getpid()
     child = os.fork()
@@ -247,16 +248,21 @@ def _own_folder(address: str) -> str:
     return ""
 
 
-def _own_shared_folder() -> str:
+def _own_shared_folder(folder: str) -> str:
     """Make a folder for this rank's memory that Open MPI shares; empty: it needs none.
 
+    It is in this rank's `folder`, if there is one, where the shm mount is too small for all ranks
+    (64 MB in a container): Open MPI would refuse it, and the ranks have no other way to each other.
     A rank leaves its file there when it is killed together with its manager.
     """
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
         return ""
     folders.sweep(SHARED)
     with contextlib.suppress(OSError):
-        return folders.make(SHARED)[0]
+        mount = os.statvfs(SHARED)
+        needed = _SHARED_BYTES * int(first_of(_LOCAL_SIZE, "1"))
+        is_too_small = mount.f_bavail * mount.f_frsize < needed
+        return folders.make(folder if folder and is_too_small else SHARED)[0]
     return ""
 
 
