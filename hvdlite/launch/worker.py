@@ -48,6 +48,7 @@ def main() -> None:
     with _reporting(channel, f"cannot send what the function returned ({type(result)})"):
         packed = pack(result)
     _send(channel, protocol.RESULT, *packed)
+    channel.close()
 
 
 def numbered(function: Callable[..., Any], *args: Any) -> None:

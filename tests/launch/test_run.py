@@ -55,6 +55,18 @@ def test_results_by_rank(num_proc):
     assert results == expected
 
 
+def test_in_a_process_without_standard_streams(monkeypatch):
+    with monkeypatch.context() as patch:  # pytest itself needs them
+        for name in ("stdin", "stdout", "stderr"):
+            patch.setattr(sys, name, None)
+        hvdlite.run(functions.print_lines, (1,), num_proc=2)
+
+
+def test_ranks_leave_nothing_open(capsys):
+    assert hvdlite.run(functions.square_of_rank, np=2, env={"PYTHONDEVMODE": "1"}) == [0, 1]
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_function_that_does_not_use_mpi():
     assert hvdlite.run(functions.square_of_rank, np=3) == [0, 1, 4]
     assert hvdlite.run(functions.square_of_rank) == [0]
