@@ -14,9 +14,8 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
 
-_PIDFD_GETFD, _SO_ATTACH_FILTER = 438, 26
+_PIDFD_GETFD, _SO_ATTACH_FILTER, _IP_MINTTL, _IPV6_MINHOPCOUNT = 438, 26, 21, 73
 # A filter of one instruction, which returns 0: the system drops the packet.
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
@@ -27,14 +26,6 @@ def close(pid: int, to_this_host: bool = False) -> None:
     The process notices nothing. Where the system does not allow to look into it (a container
     without CAP_SYS_PTRACE), its ports stay open.
     """
-    instruction = ctypes.create_string_buffer(_DROP)
-    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
-    for listener in _listeners(pid, to_this_host):
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
-def _listeners(pid: int, on_loopback: bool) -> Iterator[socket.socket]:
-    """Yield the sockets by which a process listens."""
     system = ctypes.CDLL(None)
     # It may have ended.
     with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
@@ -44,8 +35,24 @@ def _listeners(pid: int, on_loopback: bool) -> Iterator[socket.socket]:
                     file = system.syscall(_PIDFD_GETFD, process.fileno(), int(name), 0)
                     if file >= 0:
                         with socket.socket(fileno=file) as found:
-                            if _is_open(found, on_loopback):
-                                yield found
+                            if _is_open(found, to_this_host):
+                                _drop(found)
+
+
+def _drop(listener: socket.socket) -> None:
+    """Have the system drop what arrives, or at least all packets that were not made to pass.
+
+    Some kernels (6.18.44) allow filters of TCP only with CAP_NET_ADMIN. A packet begins with 64
+    hops left, unless its program sets another number, of which 255 is the highest.
+    """
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    except PermissionError:
+        listener.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, 255)
 
 
 def _is_open(found: socket.socket, on_loopback: bool) -> bool:
