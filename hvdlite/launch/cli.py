@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             # Closed: the next file that is opened would get its number, and mpirun print there.
             os.set_inheritable(null := os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, open(null, "w", closefd=False))
+            setattr(sys, name, os.fdopen(null, "w", closefd=False))
     try:
         options = parse(argv)
         if options.check_build:
@@ -286,7 +286,7 @@ def with_paths(environment: Mapping[str, str], *names: str) -> dict[str, str]:
     """
     # In each folder is a `sitecustomize`.
     first = [str(_PACKAGE / name / "bootstrap") for name in names]
-    spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
+    spec = PathFinder.find_spec("hvdlite", [""])
     last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
     # An empty entry is the current folder, an empty variable is none.
     paths = [*first, *filter(None, [environment.get("PYTHONPATH")]), *last]
@@ -319,8 +319,9 @@ def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1
             raise StartError(f"{script}: no such file")
         if script == "-" and ranks > 1:
             raise StartError(
-                f"{program} reads its script from the standard input, which rank 0 alone of {ranks} "
-                f"has, and would wait for the others; give a file, as in `{program} train.py`"
+                f"{program} reads its script from the standard input, which rank 0 alone of "
+                f"{ranks} has, and would wait for the others; give a file, as in "
+                f"`{program} train.py`"
             )
 
 
