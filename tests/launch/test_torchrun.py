@@ -56,8 +56,8 @@ def test_only_then():
 def test_the_launcher_s_own_rank_is_none_of_its_ranks():
     """It is a process of torchrun, or in a pod of a cluster that sets these for each pod."""
     given = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host"}
-    for rank in found("-np", 2, env=given):
-        assert {name: rank[name] for name in given} == {**given, "RANK": None, "LOCAL_RANK": None}
+    for each in found("-np", 2, env=given):
+        assert {name: each[name] for name in given} == {**given, "RANK": None, "LOCAL_RANK": None}
 
 
 @pytest.mark.parametrize(
