@@ -15,7 +15,9 @@ import os
 import socket
 import struct
 
-_PIDFD_GETFD, _SO_ATTACH_FILTER, _IP_MINTTL, _IPV6_MINHOPCOUNT = 438, 26, 21, 73
+# Numbers of system calls, of which many a Python lacks the first, and of socket options.
+_PIDFD_OPEN, _PIDFD_GETFD = 434, 438
+_SO_ATTACH_FILTER, _IP_MINTTL, _IPV6_MINHOPCOUNT = 26, 21, 73
 # A filter of one instruction, which returns 0: the system drops the packet.
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
@@ -27,12 +29,13 @@ def close(pid: int, to_this_host: bool = False) -> None:
     without CAP_SYS_PTRACE), its ports stay open.
     """
     system = ctypes.CDLL(None)
+    process = system.syscall(_PIDFD_OPEN, pid, 0)
     # It may have ended.
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
+    with contextlib.suppress(OSError, ValueError), open(process, "rb", buffering=0):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # a file that it has closed meanwhile
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
-                    file = system.syscall(_PIDFD_GETFD, process.fileno(), int(name), 0)
+                    file = system.syscall(_PIDFD_GETFD, process, int(name), 0)
                     if file >= 0:
                         with socket.socket(fileno=file) as found:
                             if _is_open(found, to_this_host):

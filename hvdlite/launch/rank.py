@@ -31,6 +31,7 @@ if __name__ == "__main__":
     package = sys.modules["hvdlite"] = ModuleType("hvdlite")
     package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
 
+from hvdlite.base import memory_file
 from hvdlite.launch import folders
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
@@ -272,8 +273,8 @@ def _make_steps() -> int:
     It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
     descriptor would not survive scripts that start the rank's program with theirs closed.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        file = os.memfd_create("hvdlite steps")
+    with contextlib.suppress(OSError):
+        file = memory_file.create("hvdlite steps")
         os.ftruncate(file, 16)
         return file
     return os.open(os.devnull, os.O_RDWR)

@@ -95,7 +95,7 @@ def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     source = Path(rank.__file__).read_text()
     assert source.count("_PASS_ON = 0.3") == 1
     package = Path(rank.__file__).parents[1]
-    for name in ("launch/folders.py", "observe/protocol.py"):
+    for name in ("launch/folders.py", "observe/protocol.py", "base/memory_file.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(package / name, tmp_path / name)
     program = tmp_path / "launch/rank.py"  # It gives this process, on a busy machine, more time.
@@ -302,6 +302,13 @@ def test_ranks_share_memory_in_the_job_s_folder_where_the_shm_mount_is_small(ser
             status, out, err = result(process)
             assert (status, err, Path(out.strip()).parent) == (0, "", parent)
             assert not Path(out.strip()).exists()
+
+
+def test_steps_are_counted_in_a_python_that_is_built_for_older_systems(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    file = rank._make_steps()
+    assert os.fstat(file).st_size == 16
+    os.close(file)
 
 
 def test_everything_dies_with_the_manager():
