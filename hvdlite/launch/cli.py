@@ -298,8 +298,7 @@ def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1
 
     Raises:
         StartError: there is no such program (code 127), it is not executable (126), the Python
-            script does not exist (2, as Python itself has it), or only one of several ranks would
-            have it.
+            script does not exist (2, as Python itself has it), or only rank 0 would have it.
     """
     program = command[0]
     if shutil.which(program, path=environment.get("PATH", os.defpath)) is None:
@@ -320,8 +319,7 @@ def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1
         if script == "-" and ranks > 1:
             raise StartError(
                 f"{program} reads its script from the standard input, which rank 0 alone of "
-                f"{ranks} has, and would wait for the others; give a file, as in "
-                f"`{program} train.py`"
+                f"{ranks} has, and would wait for the others; give a file: {program} train.py"
             )
 
 

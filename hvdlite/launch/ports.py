@@ -38,30 +38,26 @@ def close(pid: int, to_this_host: bool = False) -> None:
                     file = system.syscall(_PIDFD_GETFD, process, int(name), 0)
                     if file >= 0:
                         with socket.socket(fileno=file) as found:
-                            if _is_open(found, to_this_host):
-                                _drop(found)
+                            _close(found, to_this_host)
 
 
-def _drop(listener: socket.socket) -> None:
-    """Have the system drop what arrives, or at least all packets that were not made to pass.
+def _close(found: socket.socket, to_this_host: bool) -> None:
+    """Have the system drop what arrives at a port, or at least all that was not made to pass.
 
     Some kernels (6.18.44) allow filters of TCP only with CAP_NET_ADMIN. A packet begins with 64
     hops left, unless its program sets another number, of which 255 is the highest.
     """
+    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+    if not is_tcp or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return
+    address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
+    if address.is_loopback and not to_this_host:
+        return
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))
     try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
     except PermissionError:
-        listener.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
-        if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, 255)
-
-
-def _is_open(found: socket.socket, on_loopback: bool) -> bool:
-    if found.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return False
-    address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
-    return on_loopback or not address.is_loopback
+        found.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
+        if found.family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, 255)

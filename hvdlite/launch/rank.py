@@ -260,10 +260,9 @@ def _own_shared_folder(folder: str) -> str:
         return ""
     folders.sweep(SHARED)
     with contextlib.suppress(OSError):
-        mount = os.statvfs(SHARED)
-        needed = _SHARED_BYTES * int(first_of(_LOCAL_SIZE, "1"))
-        is_too_small = mount.f_bavail * mount.f_frsize < needed
-        return folders.make(folder if folder and is_too_small else SHARED)[0]
+        mount, ranks = os.statvfs(SHARED), int(first_of(_LOCAL_SIZE, "1"))
+        has_room = mount.f_bavail * mount.f_frsize >= ranks * _SHARED_BYTES
+        return folders.make(SHARED if has_room or not folder else folder)[0]
     return ""
 
 
@@ -350,10 +349,9 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
         subject = command[0]
         # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
-        # Python ignores these, and an ignored signal stays so in the command.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which mpirun ignores at a terminal
+        # Python ignores the first two, mpirun at a terminal the last; they would stay so.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvp(command[0], command)
     except OSError as error:

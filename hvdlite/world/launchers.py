@@ -26,7 +26,6 @@ _SLURM = (
     "the allocation"
 )
 
-
 _PARENT = "HVDLITE_LAUNCHED_BY"
 # What process managers know a rank by. Hydra gives all its jobs the same names, and the connection
 # behind PMI_FD differs.
