@@ -35,6 +35,11 @@ _HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hvdliterun`` with arguments, or with this process's; return its exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Closed: the next file that is opened would get its number, and mpirun print there.
+            os.set_inheritable(null := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(null, "w", closefd=False))
     try:
         options = parse(argv)
         if options.check_build:
@@ -114,7 +119,7 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     command, settings = resolve(_command(options), settings)
     here = hosts.on_this_host(plan.hosts, settings)
     if hosts.all_local(plan.hosts):
-        check(command, settings)
+        check(command, settings, plan.ranks)
     settings = with_paths(settings, *(n for n in ("horovod", "torch") if getattr(options, n)))
     if options.torch:
         settings["TORCHELASTIC_RUN_ID"] = os.urandom(16).hex()
@@ -281,19 +286,19 @@ def with_paths(environment: Mapping[str, str], *names: str) -> dict[str, str]:
     """
     # In each folder is a `sitecustomize`.
     first = [str(_PACKAGE / name / "bootstrap") for name in names]
-    spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
+    spec = PathFinder.find_spec("hvdlite", [""])
     last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
     # An empty entry is the current folder, an empty variable is none.
     paths = [*first, *filter(None, [environment.get("PYTHONPATH")]), *last]
     return {**environment, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
-def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1) -> None:
     """Refuse a command that cannot be started on this host.
 
     Raises:
-        StartError: there is no such program (code 127), it is not executable (126), or the
-            Python script does not exist (2, as Python itself has it).
+        StartError: there is no such program (code 127), it is not executable (126), the Python
+            script does not exist (2, as Python itself has it), or only rank 0 would have it.
     """
     program = command[0]
     if shutil.which(program, path=environment.get("PATH", os.defpath)) is None:
@@ -307,10 +312,15 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
             )
         hint = f"; did you mean `python {program}`?" if program.endswith(".py") else ""
         raise StartError(f"{program}: command not found{hint}", StartError.NOT_FOUND)
-    if os.path.basename(program).startswith("python") and len(command) > 1:
-        script = command[1]
+    if os.path.basename(program).startswith("python"):
+        script, *_ = [*command[1:], "-"]
         if script.endswith(".py") and not os.path.exists(script):
             raise StartError(f"{script}: no such file")
+        if script == "-" and ranks > 1:
+            raise StartError(
+                f"{program} reads its script from the standard input, which rank 0 alone of "
+                f"{ranks} has, and would wait for the others; give a file: {program} train.py"
+            )
 
 
 def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:

@@ -200,11 +200,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a job that nobody waits for any more."""
     if process.poll() is None:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_ENDED[-1][0])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def _plan(server: Server, received: Sequence[signal.Signals], at_terminal: bool) -> _Plan:

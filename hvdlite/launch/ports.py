@@ -14,9 +14,10 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
 
-_PIDFD_GETFD, _SO_ATTACH_FILTER = 438, 26
+# Numbers of system calls, of which many a Python lacks the first, and of socket options.
+_PIDFD_OPEN, _PIDFD_GETFD = 434, 438
+_SO_ATTACH_FILTER, _IP_MINTTL, _IPV6_MINHOPCOUNT = 26, 21, 73
 # A filter of one instruction, which returns 0: the system drops the packet.
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
@@ -27,31 +28,36 @@ def close(pid: int, to_this_host: bool = False) -> None:
     The process notices nothing. Where the system does not allow to look into it (a container
     without CAP_SYS_PTRACE), its ports stay open.
     """
-    instruction = ctypes.create_string_buffer(_DROP)
-    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
-    for listener in _listeners(pid, to_this_host):
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
-def _listeners(pid: int, on_loopback: bool) -> Iterator[socket.socket]:
-    """Yield the sockets by which a process listens."""
     system = ctypes.CDLL(None)
+    process = system.syscall(_PIDFD_OPEN, pid, 0)
     # It may have ended.
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
+    with contextlib.suppress(OSError, ValueError), open(process, "rb", buffering=0):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # a file that it has closed meanwhile
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
-                    file = system.syscall(_PIDFD_GETFD, process.fileno(), int(name), 0)
+                    file = system.syscall(_PIDFD_GETFD, process, int(name), 0)
                     if file >= 0:
                         with socket.socket(fileno=file) as found:
-                            if _is_open(found, on_loopback):
-                                yield found
+                            _close(found, to_this_host)
 
 
-def _is_open(found: socket.socket, on_loopback: bool) -> bool:
-    if found.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return False
+def _close(found: socket.socket, to_this_host: bool) -> None:
+    """Have the system drop what arrives at a port, or at least all that was not made to pass.
+
+    Some kernels (6.18.44) allow filters of TCP only with CAP_NET_ADMIN. A packet begins with 64
+    hops left, unless its program sets another number, of which 255 is the highest.
+    """
+    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+    if not is_tcp or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return
     address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
-    return on_loopback or not address.is_loopback
+    if address.is_loopback and not to_this_host:
+        return
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    try:
+        found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    except PermissionError:
+        found.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)
+        if found.family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, 255)

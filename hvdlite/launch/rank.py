@@ -31,6 +31,7 @@ if __name__ == "__main__":
     package = sys.modules["hvdlite"] = ModuleType("hvdlite")
     package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
 
+from hvdlite.base import memory_file
 from hvdlite.launch import folders
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
@@ -70,6 +71,7 @@ equal numbers."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
 
+_SHARED_BYTES = 1 << 24  # of each rank
 _SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 TO_LAUNCHER, ERRORS_TO_LAUNCHER = "-", "-2"
 """OUTPUT where the launcher prints what the ranks do, all of it or standard error."""
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
     numbers = _FORWARDED.get(output, ())
     forwarding = _Forwarding(channel, numbers) if numbers and channel else None
     folder = _own_folder(address)
-    _shared = _own_shared_folder()
+    _shared = _own_shared_folder(folder)
     steps = _make_steps()
     this = os.getpid()
     child = os.fork()
@@ -247,16 +249,20 @@ def _own_folder(address: str) -> str:
     return ""
 
 
-def _own_shared_folder() -> str:
+def _own_shared_folder(folder: str) -> str:
     """Make a folder for this rank's memory that Open MPI shares; empty: it needs none.
 
+    It is in this rank's `folder`, if there is one, where the shm mount is too small for all ranks
+    (64 MB in a container): Open MPI would refuse it, and the ranks have no other way to each other.
     A rank leaves its file there when it is killed together with its manager.
     """
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
         return ""
     folders.sweep(SHARED)
     with contextlib.suppress(OSError):
-        return folders.make(SHARED)[0]
+        mount, ranks = os.statvfs(SHARED), int(first_of(_LOCAL_SIZE, "1"))
+        has_room = mount.f_bavail * mount.f_frsize >= ranks * _SHARED_BYTES
+        return folders.make(SHARED if has_room or not folder else folder)[0]
     return ""
 
 
@@ -266,8 +272,8 @@ def _make_steps() -> int:
     It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
     descriptor would not survive scripts that start the rank's program with theirs closed.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        file = os.memfd_create("hvdlite steps")
+    with contextlib.suppress(OSError):
+        file = memory_file.create("hvdlite steps")
         os.ftruncate(file, 16)
         return file
     return os.open(os.devnull, os.O_RDWR)
@@ -343,10 +349,9 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
         subject = command[0]
         # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
-        # Python ignores these, and an ignored signal stays so in the command.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which mpirun ignores at a terminal
+        # Python ignores the first two, mpirun at a terminal the last; they would stay so.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvp(command[0], command)
     except OSError as error:

@@ -220,8 +220,7 @@ class Server:
         self._live.pop((rank, kind), None)
         self.clear()
         file = sys.stdout if kind == protocol.OUT else sys.stderr
-        file.write("".join(f"{prefix}{line}\n" for line in lines))
-        file.flush()
+        print("".join(f"{prefix}{line}\n" for line in lines), end="", file=file, flush=True)
         self._redraw()
 
     def clear(self) -> None:

@@ -48,6 +48,7 @@ def main() -> None:
     with _reporting(channel, f"cannot send what the function returned ({type(result)})"):
         packed = pack(result)
     _send(channel, protocol.RESULT, *packed)
+    channel.close()
 
 
 def numbered(function: Callable[..., Any], *args: Any) -> None:
@@ -98,6 +99,8 @@ def pack(obj: Any) -> list[Part]:
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    if main := sys.modules.get("__mp_main__"):  # of a process that multiprocessing has spawned
+        cloudpickle.register_pickle_by_value(main)
     buffers: list[pickle.PickleBuffer] = []
     pickled: bytes = cloudpickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
     return [*(buffer.raw() for buffer in buffers), pickled]

@@ -26,7 +26,6 @@ _SLURM = (
     "the allocation"
 )
 
-
 _PARENT = "HVDLITE_LAUNCHED_BY"
 # What process managers know a rank by. Hydra gives all its jobs the same names, and the connection
 # behind PMI_FD differs.
@@ -35,6 +34,7 @@ _IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_APID", "
 # them takes itself for a part of that job, and MPI takes the process for that rank.
 _OF_A_RANK = re.compile(
     r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH|TORCHELASTIC_)\w+"
+    r"|(?:LOCAL_|GROUP_|ROLE_)?RANK"
 )
 
 

@@ -123,3 +123,10 @@ def test_script_that_does_not_exist(tmp_path, path):
     assert caught.value.code == 2
     check(["python", "-c", "pass"], path)
     check(["python", "-m", "nosuch"], path)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], ["-", "--lr", "1"]])
+def test_a_script_that_only_rank_0_could_read(path, arguments):
+    check(["python", *arguments], path, ranks=1)
+    with pytest.raises(StartError, match=r"standard input.*rank 0 alone of 3 has.*give a file"):
+        check(["python", *arguments], path, ranks=3)

@@ -262,6 +262,17 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path, closed):
+    code = f"open(f'{tmp_path}/{{rank}}', 'w'); print(rank); sys.exit(3 * rank)"
+    line = ["sh", "-c", f'exec "$@" {closed}', "sh", *command("-np", 2, *script(code))]
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment(), capture_output=True, timeout=launcher.TIMEOUT
+    )
+    assert (done.returncode, done.stderr) == (3, b"")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
 @pytest.fixture(params=["terminal", "no terminal"])
 def stdin(request):
     """A terminal, and /dev/null."""

@@ -47,3 +47,7 @@ def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):
     assert with_paths({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{root}"}
     (tmp_path / "hvdlite" / "__init__.py").touch()
     assert with_paths({}) == {}
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()  # of which mpirun tells
+    assert with_paths({}) == {}

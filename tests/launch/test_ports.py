@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launch import ports
+from tests.forks import run_forked
 from tests.launch.launcher import descendants, running
 
 # The ranks compute until the file appears.
@@ -89,12 +91,36 @@ def test_a_job_on_one_host_ends_whatever_strangers_send(option, tmp_path):
             connection.close()
 
 
-def test_only_ports_that_other_hosts_can_reach_are_closed():
+def test_only_ports_that_other_hosts_can_reach_are_closed(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")  # as in Pythons that are built for older systems
     with socket.create_server(("", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as own:
         ports.close(os.getpid())
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", everywhere.getsockname()[1]), timeout=0.3)
         socket.create_connection(own.getsockname(), timeout=5).close()
+
+
+def test_without_capabilities():
+    """As an ordinary user, to whom some kernels allow no filters of TCP."""
+
+    def child():
+        if os.geteuid() == 0:
+            os.setuid(65534)
+            pr_set_dumpable = 4
+            ctypes.CDLL(None).prctl(pr_set_dumpable, 1)
+        for host, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+            with socket.create_server((host, 0), family=family) as listener:
+                address = listener.getsockname()
+                with socket.create_connection(address[:2]) as early:
+                    ports.close(os.getpid(), to_this_host=True)
+                    with pytest.raises(TimeoutError):
+                        socket.create_connection(address[:2], timeout=0.3)
+                    with listener.accept()[0] as accepted:
+                        early.sendall(b"a")
+                        assert accepted.recv(1) == b"a"
+
+    "".encode("idna")  # loads it, which the user may not
+    run_forked(child)
 
 
 def test_a_process_that_has_ended_is_no_error():

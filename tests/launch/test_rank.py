@@ -21,10 +21,12 @@ from tests.launch.launcher import survivors
 HOST = os.uname().nodename
 
 
-def shim(*command, address="", output="", stdin=None, program=rank.__file__, **variables):
+def shim(
+    *command, address="", output="", stdin=None, program=rank.__file__, around=(), **variables
+):
     environment = {"PATH": os.environ["PATH"], "OMPI_COMM_WORLD_RANK": "2", **variables}
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", program, str(address), str(output), *command],
+        [*around, sys.executable, "-I", "-S", program, str(address), str(output), *command],
         env=environment,
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -93,7 +95,7 @@ def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     source = Path(rank.__file__).read_text()
     assert source.count("_PASS_ON = 0.3") == 1
     package = Path(rank.__file__).parents[1]
-    for name in ("launch/folders.py", "observe/protocol.py"):
+    for name in ("launch/folders.py", "observe/protocol.py", "base/memory_file.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(package / name, tmp_path / name)
     program = tmp_path / "launch/rank.py"  # It gives this process, on a busy machine, more time.
@@ -277,6 +279,36 @@ def test_memory_that_ranks_share_lies_in_a_folder_of_the_rank():
     assert result(shim(*python(f"import os; print(os.environ['{name}'])"), **{name: "/x"})) == (
         *(0, "/x\n", ""),
     )
+
+
+def test_ranks_share_memory_in_the_job_s_folder_where_the_shm_mount_is_small(server):
+    """Open MPI refuses it, and would have no way from rank to rank on one host."""
+    small = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+    small += ['mount -t tmpfs -o size=20m none /dev/shm && exec "$@"', "sh"]
+    trial = subprocess.run([*small, "true"], capture_output=True, text=True)
+    if trial.returncode:
+        pytest.skip(f"cannot mount here: {trial.stderr.strip()}")
+    code = "import os; print(os.environ['OMPI_MCA_btl_sm_backing_directory'])"
+    places = {1: Path("/dev/shm"), 2: Path(server.folder, "rank.2")}
+    for ranks, place in places.items():
+        for address, parent in ((server.address, place), ("", Path("/dev/shm"))):
+            process = shim(
+                *python(code),
+                address=address,
+                around=small,
+                OMPI_COMM_WORLD_RANK=str(ranks),
+                OMPI_COMM_WORLD_LOCAL_SIZE=str(ranks),
+            )
+            status, out, err = result(process)
+            assert (status, err, Path(out.strip()).parent) == (0, "", parent)
+            assert not Path(out.strip()).exists()
+
+
+def test_steps_are_counted_in_a_python_that_is_built_for_older_systems(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    file = rank._make_steps()
+    assert os.fstat(file).st_size == 16
+    os.close(file)
 
 
 def test_everything_dies_with_the_manager():

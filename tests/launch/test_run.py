@@ -55,6 +55,40 @@ def test_results_by_rank(num_proc):
     assert results == expected
 
 
+def test_in_a_process_without_standard_streams(monkeypatch):
+    with monkeypatch.context() as patch:  # pytest itself needs them
+        for name in ("stdin", "stdout", "stderr"):
+            patch.setattr(sys, name, None)
+        hvdlite.run(functions.print_lines, (1,), num_proc=2)
+
+
+def test_in_a_process_that_multiprocessing_has_spawned(tmp_path):
+    """Its main module has another name, of which the ranks know nothing."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import multiprocessing
+import hvdlite
+
+def value():
+    return 7
+
+def values():
+    return hvdlite.run(value, num_proc=2)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(values))
+""")
+    env = launcher.environment({"PYTHONPATH": str(launcher.ROOT)})
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"[7, 7]\n", b"")
+
+
+def test_ranks_leave_nothing_open(capsys):
+    assert hvdlite.run(functions.square_of_rank, np=2, env={"PYTHONDEVMODE": "1"}) == [0, 1]
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_function_that_does_not_use_mpi():
     assert hvdlite.run(functions.square_of_rank, np=3) == [0, 1, 4]
     assert hvdlite.run(functions.square_of_rank) == [0]

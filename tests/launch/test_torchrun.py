@@ -24,10 +24,10 @@ TORCHELASTIC_RUN_ID WORLD_SIZE
 PRINT = f"import json, os; print(json.dumps({{n: os.getenv(n) for n in {OF_TORCHRUN.split()}}}))"
 
 
-def found(*arguments):
+def found(*arguments, env=None):
     """The variables in each rank of a job, by rank, which a child of a shell prints."""
     line = shlex.join([sys.executable, "-c", PRINT])
-    result = hvdliterun(*arguments, "sh", "-c", f"{line}; true")
+    result = hvdliterun(*arguments, "sh", "-c", f"{line}; true", env=env)
     assert (result.returncode, result.stderr) == (0, "")
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda each: each["RANK"] or "")
 
@@ -51,6 +51,13 @@ def test_the_variables_of_torchrun(size):
 def test_only_then():
     before = {name: os.environ.get(name) for name in OF_TORCHRUN.split()}
     assert found("-np", 2) == [before] * 2
+
+
+def test_the_launcher_s_own_rank_is_none_of_its_ranks():
+    """It is a process of torchrun, or in a pod of a cluster that sets these for each pod."""
+    given = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host"}
+    for each in found("-np", 2, env=given):
+        assert {name: each[name] for name in given} == {**given, "RANK": None, "LOCAL_RANK": None}
 
 
 @pytest.mark.parametrize(

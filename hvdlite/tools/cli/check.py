@@ -146,7 +146,8 @@ def _on_two_ranks(
         try:
             return launch.run(function, num_proc=2, env=settings, start_timeout=limit), ""
         except Exception as error:  # whatever ends a rank
-            return [], "; ".join([describe(error), *unseen.getvalue().strip().splitlines()[-1:]])
+            lines = [line for line in unseen.getvalue().split("\n") if re.search(r"\w", line)]
+            return [], "; ".join([describe(error), *lines[-1:]])
 
 
 def _transport(name: str, ranks: Sequence[Mapping[str, Any]], failure: str) -> Finding:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.base import arrays
+from hvdlite.base import arrays, memory_file
 
 #: Identifies an arena to peers: the descriptor of its file, and the inode.
 Key = tuple[int, int]
@@ -25,14 +25,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _library = ctypes.CDLL(None, use_errno=True)
 _mmap = _library.mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
 _munmap = _library.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
@@ -54,7 +47,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
+        self._file = memory_file.create("hvdlite")
         self._close_file = weakref.finalize(self, os.close, self._file)
         self.key: Key = (self._file, os.fstat(self._file).st_ino)
         self._regions: dict[int, Any] = {}  # by offset in the file

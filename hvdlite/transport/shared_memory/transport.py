@@ -20,26 +20,10 @@ from hvdlite.transport.reduce import (
     reduce_into,
 )
 from hvdlite.transport.shared_memory import futex
-from hvdlite.transport.shared_memory.barrier import (
-    COPIES,
-    MAX_DIGESTS,
-    Barrier,
-    reset,
-)
-from hvdlite.transport.shared_memory.chunked import (
-    Chunk,
-    ChunkedAllreduce,
-    cut,
-    load,
-    slice_of,
-)
+from hvdlite.transport.shared_memory.barrier import COPIES, MAX_DIGESTS, Barrier, reset
+from hvdlite.transport.shared_memory.chunked import Chunk, ChunkedAllreduce, cut, load, slice_of
 from hvdlite.transport.shared_memory.segment import Arena
-from hvdlite.transport.transport import (
-    DIGEST_SIZE,
-    LEAST_ANNOUNCED,
-    OnWait,
-    Transport,
-)
+from hvdlite.transport.transport import DIGEST_SIZE, LEAST_ANNOUNCED, OnWait, Transport
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")

@@ -167,3 +167,10 @@ def test_an_mpi_library_that_cannot_be_loaded(tmp_path):
         faults(document)["MPI library"][0]
         == "mpi4py loads none: ImportError: libmpi.so.40: not found"
     )
+
+
+def test_what_mpirun_has_printed_last_is_shown_without_its_lines_of_hyphens(tmp_path):
+    text = FOREIGN.replace("shift 2", "echo why; echo ----; exit 3")
+    code, document = check(HVDLITE_MPIRUN=script(tmp_path / "mpirun", text))
+    assert code == 1
+    assert faults(document)["mpirun"][0].endswith("; why")

@@ -241,6 +241,13 @@ class TestMemory:
         assert array[-(2**32)] == 7
         assert memory_in_use() - before < 2**20
 
+    def test_a_python_that_is_built_for_older_systems(self, monkeypatch):
+        """As those of conda and uv; the system has what they lack."""
+        monkeypatch.delattr(os, "memfd_create")
+        array = Arena().empty(1000, FLOAT)
+        array[...] = 4
+        assert array.sum() == 4000
+
     def test_the_shm_mount_does_not_matter(self):
         """Run in a mount namespace whose shm mount is full, as in a container with 64 MB."""
         code = """
