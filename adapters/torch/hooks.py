@@ -338,7 +338,7 @@ class GradientHooks:
                 step.take(unseen, gradients)
         for index in sent:
             bucket_hooks = self._bucket_hooks[index]
-            if bucket_hooks.awaited or step.sparse or self.exchange.learns_order:
+            if bucket_hooks.awaited or step.kinds or self.exchange.learns_order:
                 self._mark(
                     [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
                 )
@@ -347,9 +347,9 @@ class GradientHooks:
             bucket_hooks.seen = []
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        found = self._step.sparse
-        sparse = {n: found[n].sparse_dim() for n in numbers if n in found}
-        self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
+        found = self._step.kinds
+        kinds = {n: found[n] for n in numbers if n in found}
+        self.exchange.mark(*(n for n in numbers if n not in kinds), kinds=kinds)
 
     def _take_unseen(self, bucket_hooks: BucketHooks) -> list[int]:
         """Return the members whose C hooks were called; each has been once, or too often."""

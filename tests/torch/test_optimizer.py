@@ -390,7 +390,7 @@ def test_sparse_gradients_as_dense_ones():
     assert table.weight.grad.is_sparse
     assert torch.equal(table.weight.grad.to_dense(), expected)
     optimizer.zero_grad()
-    if hvd.rank() == 0:  # the other rank's average is of the kind that its last gradient was
+    if hvd.rank() == 0:
         table(rows).sum().backward()
     optimizer.synchronize()
     assert table.weight.grad.is_sparse

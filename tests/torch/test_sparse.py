@@ -255,3 +255,27 @@ def test_a_sparse_gradient_beside_a_rank_that_has_joined():
             ):
                 step()
         hvd.join()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # in Adagrad
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
+def test_as_a_dense_one_it_has_the_same_form_on_all_ranks_afterwards(size, kind):
+    """Optimizers round sparse averages otherwise, and some take one form only."""
+    hvd.init()
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(ROWS, COLUMNS))
+    optimizer = hvd.DistributedOptimizer(kind([table], lr=0.3), sparse_as_dense=True)
+    # For each step, what the ranks have: a sparse gradient, a dense one, or none.
+    for step, forms in enumerate(["s--", "ds-", "--s", "d-d", "-sd", "sss", "-d-", "d--"] * 2):
+        optimizer.zero_grad()
+        form = forms[hvd.rank()]
+        if form != "-":
+            rows = rows_of(hvd.rank(), step)
+            found = torch.nn.functional.embedding(rows, table, sparse=form == "s")
+            (found.square().sum() / 7).backward()
+        optimizer.step()
+        used = forms[:size].strip("-")
+        assert (table.grad is None) == (not used)
+        assert not used or table.grad.is_sparse == ("s" in used)
+        assert len({*hvd.allgather_object(table.detach().numpy().tobytes())}) == 1
