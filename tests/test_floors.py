@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3201, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5809, "torch"),
+    "torch": (8, 5800, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (
