@@ -501,6 +501,23 @@ def test_grad_scaler_leaves_other_optimizers_alone():
     assert weight.item() == -1.0
 
 
+@ranks(2, 3)
+def test_after_a_step_that_a_grad_scaler_left_out_a_rank_without_a_gradient_takes_part(size):
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss() * (torch.inf if hvd.rank() else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.0
+    weight.grad = None  # zero_grad() would begin a step, too
+    if hvd.rank() == 0:
+        scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+    assert weight.item() == pytest.approx(-1 / size)
+
+
 @pytest.mark.slow
 @ranks(3)
 def test_a_rank_outside_of_the_process_set_steps_by_itself():
