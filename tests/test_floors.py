@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "observe": (2, 1293, "observe"),
     "transport": (3, 3750, "transport"),
     "engine": (4, 3767, "engine"),
-    "compression": (5, 2837, "compression"),
+    "compression": (5, 2841, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3201, "gradients"),
     "recipe": (7, 2404, "recipe"),
