@@ -29,9 +29,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3767, "engine"),
     "compression": (5, 2841, "compression"),
     "collectives": (6, 1980, "collectives"),
-    "gradients": (7, 3201, "gradients"),
+    "gradients": (7, 3199, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5800, "torch"),
+    "torch": (8, 5782, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2016, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1288,
+        1289,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),

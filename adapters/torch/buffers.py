@@ -211,13 +211,11 @@ class GradientBuffers:
             gradients: of all parameters; those that averages cannot be written to are replaced.
             numbers: of those that have an average.
         """
-        found = [*map(gradients.__getitem__, numbers)]
-        if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
-            for number in numbers:
-                if gradients[number] is None or gradients[number].layout is not torch.strided:
-                    parameter = self._parameters[number]
-                    empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
-                    gradients[number] = parameter.grad = empty
+        for number in numbers:
+            if gradients[number] is None or gradients[number].layout is not torch.strided:
+                parameter = self._parameters[number]
+                empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+                gradients[number] = parameter.grad = empty
         self._write_averages(gradients, numbers)
         for number, axes in self._exchange.densified.items():
             self._parameters[number].grad = gradients[number].to_sparse(axes)
@@ -233,14 +231,10 @@ class GradientBuffers:
                 self._kept.append(gradients[number].detach())
                 _replace_memory(gradients[number], average)
             numbers = [number for number in numbers if number not in replaced]
-        if not numbers:
-            return
-        results = self._results
-        averages: list[Any] = [
-            self._average(n) if results[n] is None else results[n] for n in numbers
-        ]
-        with torch.no_grad():
-            torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
+        if numbers:
+            averages = [*map(self._average, numbers)]
+            with torch.no_grad():
+                torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]

@@ -111,7 +111,8 @@ class GradientExchange:
         self.weight = 1.0
         self.converted = False
         self.in_flight = False
-        self._count = len(self.buckets.parameters)
+        self._names = [parameter.name for parameter in self.buckets.parameters]
+        self._count = len(self._names)
         self._state = State.COMPARING
         self._comparison: Handle | None = None
         self._arrived: list[int] = []  # numbers, until the order is sent
@@ -312,7 +313,7 @@ class GradientExchange:
 
     def _send_next(self, begin: bool) -> None:
         if self._state is not State.STEADY and not self._sent:
-            self._state_before = self.buckets.state.state_dict(self._names())
+            self._state_before = self.buckets.state.state_dict(self._names)
         self.buckets.submit(self._sent, begin)
         self._sent += 1
 
@@ -332,9 +333,6 @@ class GradientExchange:
                     failure = failure or error
         if failure is not None:
             raise failure
-
-    def _names(self) -> list[str]:
-        return [parameter.name for parameter in self.buckets.parameters]
 
     # Weights
 
@@ -369,7 +367,7 @@ class GradientExchange:
                 self._receive_order()
         finally:
             # Of these parameters alone: other exchanges may share the state.
-            self.buckets.state.load_state_dict(self._state_before, self._names())
+            self.buckets.state.load_state_dict(self._state_before, self._names)
             with self._lock:
                 self._sent = 0
 
