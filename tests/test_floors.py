@@ -23,7 +23,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1542, "base errors version"),
-    "world": (2, 768, "world"),
+    "world": (2, 795, "world"),
     "observe": (2, 1293, "observe"),
     "transport": (3, 3750, "transport"),
     "engine": (4, 3767, "engine"),
