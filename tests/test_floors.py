@@ -23,15 +23,15 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1566, "base errors version"),
-    "world": (2, 768, "world"),
+    "world": (2, 795, "world"),
     "observe": (2, 1293, "observe"),
     "transport": (3, 3726, "transport"),
     "engine": (4, 3773, "engine"),
-    "compression": (5, 2841, "compression"),
+    "compression": (5, 2845, "compression"),
     "collectives": (6, 1980, "collectives"),
-    "gradients": (7, 3206, "gradients"),
+    "gradients": (7, 3204, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5819, "torch"),
+    "torch": (8, 5788, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2016, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1288,
+        1289,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),

@@ -10,6 +10,7 @@ import torch
 
 from hvdlite.gradients.buckets import LEAST_ZERO_COPY
 from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.metadata import DENSE
 from hvdlite.torch.tensors import gradient_dtype, to_array, to_tensor
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Step:
         taken: the gradients that were copied, or are to be.
         versions: of those, as they were then.
         samples: the first elements of those that have no complete copy.
-        sparse: those that are exchanged as sparse ones.
+        kinds: of those that are sparse, as in the metadata of buckets.
         zero_copied: those of which a part is exchanged without a copy.
         gradients: all, at the end of the backward pass.
         averaged: those that have an average, once the exchange has ended.
@@ -70,7 +71,7 @@ class Step:
         self.taken: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
         self.samples: dict[int, torch.Tensor] = {}
-        self.sparse: dict[int, torch.Tensor] = {}
+        self.kinds: dict[int, int] = {}
         self.zero_copied: set[int] = set()
         self.gradients: list[Any] = []
         self.averaged: list[int] | None = None
@@ -108,8 +109,6 @@ class GradientBuffers:
         # On a device the cache does not matter, and the number of kernels does.
         self.large = [memory is None and size >= _LARGE for size in sizes]
         self._allows_zero_copy = [size >= LEAST_ZERO_COPY for size in sizes]
-        # The number of sparse axes of gradients that were sparse and are exchanged as dense ones.
-        self._densified: dict[int, int] = {}
         # The own memory of gradients that are averages now, until they are zeroed, when it would be
         # freed without an exchange, too: freed in another order, the heap would be trimmed, and
         # every step would fault it in again, page by page, which takes longer than a copy; and
@@ -164,14 +163,13 @@ class GradientBuffers:
         self, step: Step, gradients: dict[int, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Set sparse gradients aside, or make them dense; return slots and what to copy there."""
-        if not self._sparse_as_dense:
-            found = {n: each for n, each in gradients.items() if each.layout is torch.sparse_coo}
-            step.sparse.update(found)
         dense = {}
         for number, gradient in gradients.items():
-            if self._has_slot(step, number):
-                if gradient.layout is torch.sparse_coo:
-                    self._densified[number] = gradient.sparse_dim()
+            has_slot = number not in self._exchange.sparse_parameters
+            if gradient.layout is torch.sparse_coo:
+                has_slot = has_slot and self._sparse_as_dense
+                step.kinds[number] = 2 * gradient.sparse_dim() + has_slot * DENSE
+            if has_slot:
                 is_dense = gradient.layout is torch.strided
                 dense[number] = gradient if is_dense else gradient.to_dense()
         return [self._slots[number] for number in dense], [*dense.values()]
@@ -206,26 +204,21 @@ class GradientBuffers:
     def hand_over(self, gradients: list[Any], numbers: Sequence[int]) -> None:
         """Let the parameters' gradients be their averages, once the exchange has ended.
 
+        An average is sparse where any rank's gradient was: an optimizer rounds both forms
+        differently, or takes only one.
+
         Args:
             gradients: of all parameters; those that averages cannot be written to are replaced.
             numbers: of those that have an average.
         """
-        if self._densified:
-            self._densified = {
-                number: axes
-                for number, axes in self._densified.items()
-                if gradients[number] is None or gradients[number].layout is torch.sparse_coo
-            }
-        found = [*map(gradients.__getitem__, numbers)]
-        if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
-            for number in numbers:
-                if gradients[number] is None or gradients[number].layout is not torch.strided:
-                    parameter = self._parameters[number]
-                    empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
-                    gradients[number] = parameter.grad = empty
+        for number in numbers:
+            if gradients[number] is None or gradients[number].layout is not torch.strided:
+                parameter = self._parameters[number]
+                empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+                gradients[number] = parameter.grad = empty
         self._write_averages(gradients, numbers)
-        for number in self._densified.keys() & numbers:  # SparseAdam takes no others
-            self._parameters[number].grad = gradients[number].to_sparse(self._densified[number])
+        for number, axes in self._exchange.densified.items():
+            self._parameters[number].grad = gradients[number].to_sparse(axes)
 
     def _write_averages(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
         if any(self.large):
@@ -238,14 +231,10 @@ class GradientBuffers:
                 self._kept.append(gradients[number].detach())
                 _replace_memory(gradients[number], average)
             numbers = [number for number in numbers if number not in replaced]
-        if not numbers:
-            return
-        results = self._results
-        averages: list[Any] = [
-            self._average(n) if results[n] is None else results[n] for n in numbers
-        ]
-        with torch.no_grad():
-            torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
+        if numbers:
+            averages = [*map(self._average, numbers)]
+            with torch.no_grad():
+                torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -255,7 +244,8 @@ class GradientBuffers:
         return to_tensor(slot) if self._memory is None else slot
 
     def _has_slot(self, step: Step, number: int) -> bool:
-        return number not in step.sparse and number not in self._exchange.sparse_parameters
+        is_aside = not step.kinds.get(number, DENSE) & DENSE
+        return not is_aside and number not in self._exchange.sparse_parameters
 
     def _can_replace_memory(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a gradient may be given other memory.

@@ -37,11 +37,9 @@ def untraced_methods(*names: str) -> Callable[[type], type]:
 
     def mark(kind: type) -> type:
         for name in names:
-            method = vars(kind)[name]
-            if isinstance(method, staticmethod):
-                setattr(kind, name, staticmethod(untraced(method.__func__)))
-            else:
-                setattr(kind, name, untraced(method))
+            is_static = isinstance(vars(kind)[name], staticmethod)
+            method = untraced(getattr(kind, name))
+            setattr(kind, name, staticmethod(method) if is_static else method)
         return kind
 
     return mark

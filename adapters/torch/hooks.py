@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.observe import timeline
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
-from hvdlite.torch.sparse import start_reduction
+from hvdlite.torch.sparse import start_reduction, zero_gradient
 from hvdlite.torch.tensors import properties_of
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ class GradientHooks:
                 step.take(unseen, gradients)
         for index in sent:
             bucket_hooks = self._bucket_hooks[index]
-            if bucket_hooks.awaited or step.sparse or self.exchange.learns_order:
+            if bucket_hooks.awaited or step.kinds or self.exchange.learns_order:
                 self._mark(
                     [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
                 )
@@ -350,9 +351,9 @@ class GradientHooks:
             bucket_hooks.seen = []
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        found = self._step.sparse
-        sparse = {n: found[n].sparse_dim() for n in numbers if n in found}
-        self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
+        found = self._step.kinds
+        kinds = {n: found[n] for n in numbers if n in found}
+        self.exchange.mark(*(n for n in numbers if n not in kinds), kinds=kinds)
 
     def _take_unseen(self, bucket_hooks: BucketHooks) -> list[int]:
         """Return the members whose C hooks were called; each has been once, or too often."""
@@ -449,24 +450,23 @@ class GradientHooks:
         axes, weight = self.exchange.sparse_axes, self.exchange.weight
         op, process_set = self._reducer.op, self._reducer.process_set
         for number in sorted(numbers):
-            gradient = step.gradients[number]
+            zeros = partial(zero_gradient, self.parameters[number], axes.get(number, 0))
+            if step.gradients[number] is None:
+                step.gradients[number] = zeros()
+            sent = step.gradients[number]
             if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
-                gradient = gradient * weight if weight and gradient is not None else None
-            step.sparse_waits[number] = start_reduction(
-                f"{self._label}: {self._names[number]!r}",
-                self.parameters[number],
-                gradient,
-                axes.get(number),
-                op,
-                process_set,
-            )
+                sent = sent * weight if weight else zeros()
+            name = f"{self._label}: {self._names[number]!r}"
+            step.sparse_waits[number] = start_reduction(name, sent, op, process_set)
 
     def _finish_sparse(self, step: Step) -> None:
         """Wait for the sparse gradients; after `Interrupted` for those that are left."""
         while step.sparse_waits:
             number = next(iter(step.sparse_waits))
             try:
-                self.parameters[number].grad = step.sparse_waits[number]()
+                with torch.no_grad():
+                    step.gradients[number].copy_(step.sparse_waits[number]())
+                self.parameters[number].grad = step.gradients[number]
             except Exception as error:  # to the last, whatever becomes of one
                 step.sparse_errors.append(error)
             del step.sparse_waits[number]

@@ -95,7 +95,7 @@ class Reducer:
         """Attach the parameters that are not attached yet, and return their hooks."""
         fresh = [parameter for parameter in self._trained if id(parameter) not in self._attached]
         added = []
-        for memory, members in self._by_memory(self.in_order(fresh)):
+        for memory, members in self._by_memory(in_order(self.names, fresh)):
             number = next(self._exchanges)
             label = self._label if number == 1 else f"{self._label}, exchange {number}"
             added.append(GradientHooks(self, label, members, memory))
@@ -124,7 +124,7 @@ class Reducer:
         fresh = [each for each in trained if id(each) not in self._attached]
         lost = [name for each, name in self.names.items() if id(each) in self._lost]
         return [
-            *(f"new: {self.names[each]!r}" for each in self.in_order(fresh)),
+            *(f"new: {self.names[each]!r}" for each in in_order(self.names, fresh)),
             *(f"removed: {name!r}" for name in lost),
         ]
 
@@ -149,10 +149,6 @@ class Reducer:
 
     def _all_attached(self) -> list[torch.Tensor]:
         return [parameter for hooks in self._hooks for parameter in hooks.parameters]
-
-    def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sort parameters as they were registered; name those that have come since."""
-        return in_order(self.names, parameters)
 
     def describe_weights(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
         """Describe parameters, for comparison across ranks."""
@@ -255,11 +251,9 @@ class Reducer:
 
     def make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck | None:
         """Make the comparison of some parameters across ranks, and of the optimizer."""
-        return (
-            make_check(self._optimizer, self.names, parameters)
-            if self._options.replicates
-            else None
-        )
+        if not self._options.replicates:
+            return None
+        return make_check(self._optimizer, self.names, parameters)
 
     def make_exchange(
         self,

@@ -15,6 +15,7 @@ from hvdlite.gradients.options import Options
 from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights, check_unweighted
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.hooks import remove_hooks
+from hvdlite.torch.reducer import in_order
 from hvdlite.torch.tensors import properties_of, to_array, to_tensor
 from hvdlite.torch.wrapping import Distributed
 
@@ -45,7 +46,7 @@ class Scheduled(Distributed):
             self._local_steps.convert(self._reducer.describe_weights(self._scheduled))
         fresh = [each for each in self._trainable() if id(each) not in self._scheduled_ids]
         if fresh:
-            fresh = self._reducer.in_order(fresh)
+            fresh = in_order(self._reducer.names, fresh)
             if self._local_steps.is_local:
                 remove_hooks(fresh)
             self._scheduled += fresh

@@ -82,8 +82,10 @@ def sparse_allreduce_async(
     return wait
 
 
-def empty_gradient(parameter: torch.Tensor, sparse_axes: int) -> torch.Tensor:
-    """Return a sparse gradient without entries."""
+def zero_gradient(parameter: torch.Tensor, sparse_axes: int) -> torch.Tensor:
+    """Return a sparse gradient without entries, or, without sparse axes, a dense one of zeros."""
+    if not sparse_axes:
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=parameter.device)
     entry = parameter.shape[sparse_axes:]
     values = torch.empty((0, *entry), dtype=gradient_dtype(parameter), device=parameter.device)
@@ -188,24 +190,13 @@ _NOTE = " (a sparse gradient; with sparse_as_dense=True it is reduced as a dense
 
 
 def start_reduction(
-    name: str,
-    parameter: torch.Tensor,
-    gradient: torch.Tensor | None,
-    sparse_axes: int | None,
-    op: ReduceOp,
-    process_set: ProcessSet,
+    name: str, gradient: torch.Tensor, op: ReduceOp, process_set: ProcessSet
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a gradient that has no slot in a bucket, and return what waits for it.
 
     Args:
-        parameter: whose gradients are sparse, or were so before.
-        gradient: of this rank, sparse or dense; None: it counts as zeros.
-        sparse_axes: how many of its axes are sparse on the ranks that have one; None: the ranks'
-            gradients are dense.
+        gradient: sparse, or dense where those of the same parameter were sparse before.
     """
-    if sparse_axes is not None:
-        own = empty_gradient(parameter, sparse_axes) if gradient is None else gradient
-        return sparse_allreduce_async(own, name, op, process_set, _NOTE)
-    if gradient is None:
-        gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    if gradient.layout is torch.sparse_coo:
+        return sparse_allreduce_async(gradient, name, op, process_set, _NOTE)
     return allreduce_async(gradient.detach(), name=name, op=op, process_set=process_set).wait

@@ -87,17 +87,13 @@ class Wrapped:
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         """End a step; a GradScaler calls this, too, because it may skip the step."""
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled: a copy's parameters would not "
             "be exchanged; copy optimizer.state_dict(), or the model, and wrap a new optimizer"
         )
+
+    __deepcopy__ = __reduce_ex__
 
 
 @untraced_methods("synchronize", "clip_grad_norm_", "zero_grad", "_before_step", "_after_step")

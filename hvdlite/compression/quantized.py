@@ -89,8 +89,10 @@ class Blockwise(Quantized):
     values of a ``block`` share a scale.
     """
 
-    #: Bits of a code.
-    bits: int = 8
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of a code."""
+        return 8
 
     def __post_init__(self) -> None:
         check_count("block", self.block, 1, _LARGEST_BLOCK)
@@ -263,8 +265,10 @@ class QSGD(Blockwise):
         check_count("levels", self.levels, 1, _MOST_LEVELS)
         super().__post_init__()
         check_count("seed", self.seed, 0)
-        bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
-        object.__setattr__(self, "bits", bits)
+
+    @property
+    def bits(self) -> int:
+        return 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
 
     def write_ratios(self, ratios: Any, greatest: Any, out: Any, generator: Any) -> Any:
         """Divide by the norm, too, and round."""

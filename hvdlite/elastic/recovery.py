@@ -133,7 +133,7 @@ class Recovery(Supervisor):
                 lane.failure = describe_error(error)
                 with suppress(Exception):
                     lane.transport.leave()
-            _revoke(lane)  # others may be in this round, and wait for this rank
+            _end_calls(lane)  # others may be in this round, and wait for this rank
             self._waiting.add(lane)
             try:  # if it is not recoverable, the recovery fails, which all ranks notice
                 self.recover(error, recoveries)
@@ -287,7 +287,7 @@ class Recovery(Supervisor):
         with suppress(self._mpi.Exception):
             self._world.comm.Revoke()
         for lane in lanes:
-            _revoke(lane)
+            _end_calls(lane)
 
     def _wait_for_others(self, lanes: Sequence[Lane], began: float) -> None:
         """Wait until the other ranks have reached this recovery.
@@ -495,8 +495,8 @@ def _living(ids: Iterable[int], world: World) -> list[int]:
     return [each for each in ids if each in world.ids]
 
 
-def _revoke(lane: Lane) -> None:
-    """End the other ranks' calls on a lane, too."""
+def _end_calls(lane: Lane) -> None:
+    """End the other ranks' calls on a lane by errors."""
     if not lane.is_released:
         lane.transport.revoke()
 

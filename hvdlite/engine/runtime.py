@@ -126,7 +126,8 @@ def init(
         ImportError: mpi4py or an MPI library is missing.
         LauncherError: A launcher other than MPI has started several processes; not where
             ``comm`` is given. Or a rank has started this process, which is no worker of
-            `multiprocessing`. With HVDLITE_CHECK_LAUNCHER=0 it is a job of one rank instead.
+            `multiprocessing`, or one from before the rank's ``init()``. With
+            HVDLITE_CHECK_LAUNCHER=0 it is a job of one rank instead.
         SettingsError: an environment variable cannot be read.
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
@@ -167,8 +168,7 @@ def start(
         parts.enter(division)
         return
     failures.install(_job_rank)
-    if parent is not None:
-        launchers.part_from(parent, values.check_launcher)
+    launchers.take_place(parent, values.check_launcher)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)

@@ -108,10 +108,10 @@ class GradientBucket(Operation):
                 f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
             )
 
-    def mark(self, position: int, sparse_axes: int = 0) -> None:
-        """Record that a gradient has arrived: in its slot, or sparse, which has no slot."""
+    def mark(self, position: int, kind: int = DENSE) -> None:
+        """Record that a gradient has arrived."""
         self._check_new(position)
-        self._kinds_here[position] = DENSE + sparse_axes
+        self._kinds_here[position] = kind
         self.awaited -= 1
 
     def mark_all(self) -> None:
@@ -155,7 +155,7 @@ class GradientBucket(Operation):
     def fill_gaps(self) -> None:
         """Zero the slots of gradients that are absent or sparse."""
         for position, kind in enumerate(self._kinds_here):
-            if kind != DENSE:
+            if not kind & DENSE:
                 self.arrays.send_slot(position)[...] = 0
 
     def wait(self) -> None:
@@ -200,7 +200,7 @@ class GradientBucket(Operation):
         if not is_floating(self.arrays.parameters[0].dtype):
             return ""
         for parameter, kind in zip(self.arrays.parameters, self._kinds_here, strict=True):
-            if kind == DENSE and parameter.size and name in ("", parameter.name):
+            if kind & DENSE and parameter.size and name in ("", parameter.name):
                 return parameter.name
         return ""
 

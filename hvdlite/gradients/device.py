@@ -6,6 +6,7 @@ from hvdlite.compression import Bucket, Strategy
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.gradients.bucket import GradientBucket
+from hvdlite.gradients.metadata import DENSE
 from hvdlite.transport.gpu.base import FlatArray
 from hvdlite.transport.gpu.cuda import Event
 
@@ -58,8 +59,8 @@ class DeviceGradientBucket(GradientBucket):
             self.memory.cuda.wait_event(self.memory.index, stream, self._read)
             self._behind.add(stream)
 
-    def mark(self, position: int, sparse_axes: int = 0) -> None:
-        super().mark(position, sparse_axes)
+    def mark(self, position: int, kind: int = DENSE) -> None:
+        super().mark(position, kind)
         self._use_stream()
 
     def mark_all(self) -> None:

@@ -69,9 +69,9 @@ class GradientExchange:
     Ranks compare their parameters before the first exchange, and with every bucket which gradients
     they have.
 
-    A sparse gradient is marked and not copied. Its owner exchanges it after `finish`, which reports
-    on all ranks which parameters have any. From the next step on these have no slot, and are in
-    ``sparse_parameters``.
+    A sparse gradient is copied as a dense one, or marked and not copied: its owner exchanges it
+    after `finish`, which reports on all ranks which parameters have any. From the next step on
+    these have no slot, and are in ``sparse_parameters``.
 
     Args:
         engine, label, parameters, strategy, reduction, memory, state, check: as in
@@ -79,10 +79,11 @@ class GradientExchange:
 
     Attributes:
         buckets: the slots of gradients and averages.
-        sparse_parameters: numbers of the parameters that have had sparse gradients. They have empty
-            slots; their owner also exchanges any dense gradients of theirs.
+        sparse_parameters: numbers of the parameters that have had sparse gradients outside of their
+            slots. These are empty now; their owner also exchanges any dense gradients of theirs.
         sparse_axes: after `finish`, by number, how many axes are sparse of each parameter that had
-            sparse gradients on any rank.
+            such gradients on any rank.
+        densified: the same of those that had sparse gradients in their slots.
         converted: after `finish`, whether `mark_converted` was called on any rank.
         in_flight: whether a gradient has been marked in a step that `finish` has not ended.
         weight: after `finish`, the factor of this rank's gradients in the average; the owner
@@ -106,10 +107,12 @@ class GradientExchange:
         self._changed: GradientBucket | None = None  # which tells of changes in this step
         self.sparse_parameters: frozenset[int] = frozenset()
         self.sparse_axes: dict[int, int] = {}
+        self.densified: dict[int, int] = {}
         self.weight = 1.0
         self.converted = False
         self.in_flight = False
-        self._count = len(self.buckets.parameters)
+        self._names = [parameter.name for parameter in self.buckets.parameters]
+        self._count = len(self._names)
         self._state = State.COMPARING
         self._comparison: Handle | None = None
         self._arrived: list[int] = []  # numbers, until the order is sent
@@ -158,14 +161,14 @@ class GradientExchange:
             self._changed.sign(Signature(((_CHANGE, ", ".join(changes)), *unchanged)))
         return packed
 
-    def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
+    def mark(self, *numbers: int, kinds: Mapping[int, int] = MappingProxyType({})) -> None:
         """Record that gradients are in their slots, and send the buckets that are complete.
 
         A marked slot may be read at any time and must not be written again. If this raises,
         `finish` still has to end the step, since earlier buckets have been sent.
 
         Args:
-            sparse: for parameters with sparse gradients, the numbers of sparse axes.
+            kinds: of sparse gradients, as in the buckets' metadata.
 
         Raises:
             ValueError: a gradient has been marked in this step before.
@@ -173,11 +176,11 @@ class GradientExchange:
         """
         with self._lock:
             complete = False
-            for number, axes in (*((number, 0) for number in numbers), *sparse.items()):
+            for number, kind in (*((number, DENSE) for number in numbers), *kinds.items()):
                 bucket, position = self.buckets.place(number)
-                bucket.mark(position, axes)
+                bucket.mark(position, kind)
                 complete = complete or not bucket.awaited
-            self._record((*numbers, *sparse), complete)
+            self._record((*numbers, *kinds), complete)
 
     def mark_bucket(self, index: int) -> None:
         """Record that all gradients of a bucket are in their slots; see `mark`."""
@@ -191,7 +194,7 @@ class GradientExchange:
         Call it instead of marking the gradients of a step. `finish` then leaves the gradients
         unchanged, and every rank makes a new exchange, which compares the parameters.
         """
-        self.mark(sparse=dict.fromkeys(range(self._count), CONVERTED - DENSE))
+        self.mark(kinds=dict.fromkeys(range(self._count), CONVERTED))
 
     def finish(self, samples: int | None = None) -> list[bool]:
         """Send the buckets that have not been sent yet, and wait for all of them.
@@ -203,7 +206,7 @@ class GradientExchange:
                 same order.
 
         Returns:
-            For each parameter whether any rank had a dense gradient; if so its average is
+            For each parameter whether any rank had a gradient in its slot; if so its average is
             in its result slot, on every rank, unless it is one of ``sparse_parameters``.
 
         Raises:
@@ -310,7 +313,7 @@ class GradientExchange:
 
     def _send_next(self, begin: bool) -> None:
         if self._state is not State.STEADY and not self._sent:
-            self._state_before = self.buckets.state.state_dict(self._names())
+            self._state_before = self.buckets.state.state_dict(self._names)
         self.buckets.submit(self._sent, begin)
         self._sent += 1
 
@@ -330,9 +333,6 @@ class GradientExchange:
                     failure = failure or error
         if failure is not None:
             raise failure
-
-    def _names(self) -> list[str]:
-        return [parameter.name for parameter in self.buckets.parameters]
 
     # Weights
 
@@ -367,7 +367,7 @@ class GradientExchange:
                 self._receive_order()
         finally:
             # Of these parameters alone: other exchanges may share the state.
-            self.buckets.state.load_state_dict(self._state_before, self._names())
+            self.buckets.state.load_state_dict(self._state_before, self._names)
             with self._lock:
                 self._sent = 0
 
@@ -375,7 +375,7 @@ class GradientExchange:
 
     def _read_kinds(self) -> list[bool]:
         """Find out from the buckets' metadata which gradients the ranks had."""
-        self.converted, self.sparse_axes = False, {}
+        self.converted, self.sparse_axes, self.densified = False, {}, {}
         found = [True] * self._count
         if not all(map(_all_arrived, self.buckets.all)):
             found = self._read_all_kinds()
@@ -390,25 +390,23 @@ class GradientExchange:
         self.converted = bool((kinds == CONVERTED).any())
         if self.converted:
             return [False] * self._count
-        most = kinds.max(axis=0)
-        self.sparse_axes = {
-            number: int(most[number]) - DENSE for number in np.flatnonzero(most > DENSE).tolist()
-        }
-        for number in self.sparse_axes:
+        axes = kinds.max(axis=0) // 2
+        found: list[bool] = ((kinds & DENSE) != 0).any(axis=0).tolist()
+        for number in np.flatnonzero(axes).tolist():
             self._check_kinds(number, kinds[:, number])
-        found: list[bool] = (kinds == DENSE).any(axis=0).tolist()
+            (self.densified if found[number] else self.sparse_axes)[number] = int(axes[number])
         return found
 
     def _check_kinds(self, number: int, kinds: Any) -> None:
-        """Require gradients of one kind on all ranks, so that they can be added up."""
+        """Require gradients of one kind on all ranks, or in slots, so that they can be added up."""
         different = set(kinds.tolist()) - {ABSENT}
-        if len(different) == 1:
+        if len(different) == 1 or all(kind & DENSE for kind in different):
             return
         members = self.buckets.lane.members
         by_kind = []
         for kind in sorted(different):
             ranks = [members[rank] for rank in np.flatnonzero(kinds == kind).tolist()]
-            text = "dense" if kind == DENSE else f"sparse in {kind - DENSE} of its axes"
+            text = "dense" if kind & DENSE else f"sparse in {kind // 2} of its axes"
             by_kind.append(f"{text} on {ranks_text(ranks)}")
         raise MismatchError(
             f"the gradient of {self.buckets.parameters[number].name!r} is "

@@ -12,11 +12,11 @@ from hvdlite.base.reduction import ReduceOp
 from hvdlite.errors import GradientError, ranks_text
 from hvdlite.gradients.replicas import DIGEST_SIZE
 
-# The kind of a gradient. A sparse one is DENSE plus the number of its sparse axes, which a rank
-# without a gradient has to know.
+# The kind of a gradient: DENSE if it is in its slot, plus twice the number of its sparse axes,
+# which a rank without a gradient has to know.
 ABSENT, DENSE = 0, 1
 # The kind of all gradients if the parameters are no longer what the ranks have compared.
-CONVERTED = 255
+CONVERTED = 254
 
 ONLY_AVERAGES = "batch_size weights averages; use op=hvd.Average, or leave it out"
 
@@ -29,9 +29,8 @@ class Metadata(NamedTuple):
     """The metadata of all ranks.
 
     Attributes:
-        kinds: array of shape (ranks, parameters): 0 where a rank has no gradient, 1 for a dense
-            one, and for a sparse one 1 plus the number of its sparse axes.
-        absent: positions of parameters of which no rank has a dense gradient.
+        kinds: array of shape (ranks, parameters), of each rank's gradients.
+        absent: positions of parameters of which no rank has a gradient in its slot.
         exchanges: the number of previous exchanges of the bucket.
         weights: the factor of each rank's gradients, by rank; None: all count the same.
     """
@@ -128,7 +127,7 @@ def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -
         anywhere = rows.max(axis=0)
         given = iter(rows)
         kinds = np.array([next(given) if payload else anywhere for payload in payloads])
-    absent: list[int] = np.flatnonzero(~(kinds == DENSE).any(axis=0)).tolist()
+    absent: list[int] = np.flatnonzero(~(kinds & DENSE).any(axis=0)).tolist()
     if all(len(payload) in (0, parameters) for payload in payloads):
         return Metadata(kinds, absent)
     numbers = [

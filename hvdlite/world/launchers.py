@@ -1,17 +1,19 @@
 """Which launcher has started this process, and whether it is a rank of its own.
 
 Two mistakes are detected: a launcher whose processes MPI does not connect (N jobs of one rank), and
-a process that a rank has started, which has inherited that rank's identity.
+processes of one identity, since those that a rank has started inherit that rank's.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
 import re
 import shlex
+import socket
 import sys
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -30,6 +32,9 @@ _PARENT = "HVDLITE_LAUNCHED_BY"
 # What process managers know a rank by. Hydra gives all its jobs the same names, and the connection
 # behind PMI_FD differs.
 _IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_APID", "PALS_RANKID")
+# One of these is in the identity if no rank of another job has the same.
+_NAMES_OF_A_JOB = ("PMIX_NAMESPACE", "PALS_APID", "socket:")
+_has_place = False
 # Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
 # them takes itself for a part of that job, and MPI takes the process for that rank.
 _OF_A_RANK = re.compile(
@@ -148,24 +153,46 @@ def find_parent(environment: Mapping[str, str] = os.environ) -> Parent | None:
     return None if is_own else parent
 
 
-def part_from(
-    parent: Parent, is_refused: bool, environment: MutableMapping[str, str] = os.environ
+def take_place(
+    parent: Parent | None, is_refused: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Make this process a job of one rank, or refuse to.
+    """Make this process the rank that its identity says, or, if another process is, a job of one.
 
     Raises:
-        LauncherError: it is refused; the message says what to do.
+        LauncherError: the latter is refused; the message says what to do.
     """
+    if parent is None and _take(_identity(environment)):
+        return
     if is_refused:
+        whose = "a process of the same rank that has called it before"
+        if parent is not None:
+            whose = f"rank {parent.rank} (process {parent.pid}), which has started it"
         raise LauncherError(
-            f"rank {parent.rank} (process {parent.pid}) has started this process ({os.getpid()}), "
-            "which calls hvd.init() and would take that rank's place in the job; communicate in "
-            "the rank itself, start ranks of another job with hvdliterun or hvdlite.run, or set "
-            f"{_SETTING}=0 where this process is to be a job of one rank"
+            f"process {os.getpid()} calls hvd.init() and would take the place in the job of "
+            f"{whose}; call it in the rank itself, before that starts processes, start ranks of "
+            f"another job with hvdliterun or hvdlite.run, or set {_SETTING}=0 where this process "
+            "is to be a job of one rank"
         )
-    for name in [*environment]:
-        if _OF_A_RANK.fullmatch(name):
-            del environment[name]
+    for name in environment.keys() - without_rank(environment):
+        del environment[name]
+
+
+def _take(identity: Mapping[str, str]) -> bool:
+    """Take a rank's place until this process ends; return False if another process has it.
+
+    With two of them MPI would end the job, or hang. No two sockets can have one name.
+    """
+    global _has_place
+    key = json.dumps(identity)
+    if not _has_place and any(name in key for name in _NAMES_OF_A_JOB):
+        place = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            place.bind("\0hvdlite " + key[-96:])  # its end has the numbers
+        except OSError as error:
+            place.close()
+            return error.errno != errno.EADDRINUSE
+        _has_place = place.detach() >= 0
+    return True
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:

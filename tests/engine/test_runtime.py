@@ -304,7 +304,7 @@ class TestProcessesOfARank:
                         assert pool.map(work, [2, 3]) == [(2, place, False), (3, place, False)]
                 done = program()
                 assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done
-                assert done.stderr.startswith(f"hvdlite: rank {hvd.rank()} (process {os.getpid()})")
+                assert f"of rank {hvd.rank()} (process {os.getpid()}), which" in done.stderr
                 done = program(HVDLITE_CHECK_LAUNCHER="0")
                 assert (done.returncode, done.stdout, done.stderr) == (0, "1 1\\n", ""), done
                 assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [hvd.size()]
@@ -312,6 +312,45 @@ class TestProcessesOfARank:
         """
         done = run_script(script, np=2, timeout=60)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
+
+    @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+    def test_those_that_are_older_than_the_world_are_refused_or_alone(self, method):
+        script = """
+            import multiprocessing, os, sys
+            import numpy as np, hvdlite as hvd
+
+            def work(is_due, found, **variables):
+                is_due.wait()
+                os.environ.update(variables)
+                try:
+                    hvd.init()
+                except hvd.errors.LauncherError as error:
+                    found.put(str(error).replace(str(os.getpid()), "N"))
+                else:
+                    found.put(f"{hvd.size()} {hvd.allreduce(1)}")
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context(sys.argv[1])
+                is_due, found = context.Event(), context.Queue()
+                workers = [
+                    context.Process(target=work, args=(is_due, found), kwargs=variables)
+                    for variables in ({}, {}, {"HVDLITE_CHECK_LAUNCHER": "0"})
+                ]
+                for worker in workers:
+                    worker.start()
+                hvd.init()
+                is_due.set()
+                alone, *refused = sorted(found.get(timeout=30) for _ in workers)
+                assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [hvd.size()]
+                for worker in workers:
+                    worker.join()
+                print(alone, {*refused}, flush=True)
+        """
+        done = run_script(script, 2, [method], timeout=60)
+        lines = done.stdout.splitlines()
+        assert (done.returncode, len(lines), done.stderr) == (0, 2, "")
+        told = "1 1 {'process N calls hvd.init() and would take the place in the job of a process"
+        assert all(line.startswith(told) for line in lines), done.stdout
 
     @pytest.mark.slow
     def test_a_launcher_that_a_rank_starts_makes_ranks_of_another_job(self):

@@ -600,7 +600,29 @@ class TestAdasum:
 
 
 class TestSparse:
-    """Gradients that are told of and not copied."""
+    """Gradients that are told of, and not copied or copied as dense ones."""
+
+    @ALL
+    def test_everybody_hears_of_those_that_are_copied_as_dense_ones(self, size):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(3):
+            assert not made.begin() or step == 1  # the order of the first step
+            mark_all(made, step, [n for n in range(12) if n not in (3, 5)])
+            for number in (3, 5):
+                made.buckets.slot(number)[...] = gradient(made, number, step, hvd.rank())
+            if hvd.rank() == 0:
+                made.mark(3, kinds={5: 5})
+            else:
+                made.mark(5, kinds={3: 3})
+            assert all(made.finish())
+            assert made.densified == {**({3: 1} if size > 1 else {}), 5: 2}
+            assert not made.sparse_axes
+            for number in range(12):
+                check_reduction(
+                    made.buckets.result_slot(number), gradients(made, number, step), hvd.Average
+                )
+        assert not made.sparse_parameters
 
     @ALL
     def test_everybody_hears_of_them_and_they_leave_the_buckets(self, size):
@@ -610,9 +632,9 @@ class TestSparse:
             assert made.begin() == (step == 1)
             dense = [n for n in range(12) if n not in (3, 5)]
             mark_all(made, step, dense)
-            made.mark(sparse={3: 1})
+            made.mark(kinds={3: 2})
             if hvd.rank() == size - 1:
-                made.mark(sparse={5: 2})
+                made.mark(kinds={5: 4})
             assert made.finish() == [n in dense for n in range(12)]
             assert made.sparse_axes == {3: 1, 5: 2}
             for number in dense:
@@ -630,7 +652,7 @@ class TestSparse:
         for step in range(3):
             made.begin()
             if hvd.rank() == 0:
-                made.mark(sparse={3: 1})
+                made.mark(kinds={3: 2})
             else:
                 made.mark(3)
             with pytest.raises(

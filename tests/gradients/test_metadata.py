@@ -16,12 +16,13 @@ def decode(*payloads, parameters=2, members=MEMBERS):
 
 def test_what_is_of_no_interest_takes_no_bytes():
     assert metadata.encode(b"\x01\x00", None, None) == b"\x01\x00"
-    told = decode(b"\x01\x00", b"\x00\x03")
-    assert told.kinds.tolist() == [[1, 0], [0, 3]]
+    told = decode(b"\x01\x00", b"\x00\x04")
+    assert told.kinds.tolist() == [[1, 0], [0, 4]]
     assert (told.exchanges, told.weights) == (0, None)
     assert told.absent == [1]  # a sparse one is not in the bucket
     assert not told.is_empty
-    assert decode(b"\x00\x00", b"\x00\x03").is_empty
+    assert decode(b"\x00\x00", b"\x00\x04").is_empty
+    assert decode(b"\x01\x00", b"\x00\x05").absent == []  # a sparse one in its slot is
 
 
 def test_a_rank_that_joined_has_what_any_has_and_no_samples():

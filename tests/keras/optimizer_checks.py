@@ -136,6 +136,35 @@ def test_sums_and_compression():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 1e-2)
 
 
+def test_optimizers_of_variables_that_are_described_alike_remember_their_own():
+    """A GAN's networks, say: the residuals of one do not go to the other."""
+
+    def train(turns, compression):
+        draw = np.random.default_rng(hvd.rank()).normal
+        gradients = draw(size=(2, STEPS, 40, 30)).astype(np.float32)
+        twins = [keras.Variable(np.full((40, 30), n, np.float32), name="kernel") for n in range(2)]
+        optimizers = [
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+            for _ in twins
+        ]
+        for step, number in turns:
+            gradient = keras.ops.convert_to_tensor(gradients[number, step])
+            optimizers[number].apply([gradient], [twins[number]])
+        averages = hvd.allreduce(gradients, op=hvd.Average)
+        return flat(twins), flat([n - 0.1 * averages[n].sum(axis=0) for n in range(2)])
+
+    by_turns = [(step, number) for step in range(STEPS) for number in range(2)]
+    for compression in (
+        hvd.Compression.none,
+        ErrorFeedback(hvd.Compression.TopK(0.05)),
+        ErrorFeedback(hvd.Compression.PowerSGD(2)),
+    ):
+        found, expected = train(by_turns, compression)
+        alone, _ = train(sorted(by_turns, key=lambda turn: turn[1]), compression)
+        assert np.array_equal(found, alone)
+        assert close(found, expected) == (compression is hvd.Compression.none)
+
+
 def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
     def inside():
         return keras.optimizers.LossScaleOptimizer(

@@ -307,6 +307,8 @@ def test_functional_collectives_and_their_gradients(size):
 @grouped
 def test_groups_that_their_members_alone_make(size):
     rank = dist.get_rank()
+    with pytest.raises(RuntimeError, match="No device associated with the default pg"):
+        dist.split_group(split_ranks=[[0, 1]])  # as the page on torch.distributed says
     if rank < 2:
         pair = dist.new_group([0, 1], use_local_synchronization=True)
         tensor = own(3)

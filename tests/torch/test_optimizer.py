@@ -390,7 +390,7 @@ def test_sparse_gradients_as_dense_ones():
     assert table.weight.grad.is_sparse
     assert torch.equal(table.weight.grad.to_dense(), expected)
     optimizer.zero_grad()
-    if hvd.rank() == 0:  # the other rank's average is of the kind that its last gradient was
+    if hvd.rank() == 0:
         table(rows).sum().backward()
     optimizer.synchronize()
     assert table.weight.grad.is_sparse
@@ -499,6 +499,23 @@ def test_grad_scaler_leaves_other_optimizers_alone():
     scaler.scale(loss()).backward()
     scaler.step(plain)
     assert weight.item() == -1.0
+
+
+@ranks(2, 3)
+def test_after_a_step_that_a_grad_scaler_left_out_a_rank_without_a_gradient_takes_part(size):
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss() * (torch.inf if hvd.rank() else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == 0.0
+    weight.grad = None  # zero_grad() would begin a step, too
+    if hvd.rank() == 0:
+        scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+    assert weight.item() == pytest.approx(-1 / size)
 
 
 @pytest.mark.slow

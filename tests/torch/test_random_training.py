@@ -87,7 +87,6 @@ class Program:
         options["sparse_as_dense"], is_named, is_grouped = (
             self.draw.random() < 0.5 for _ in range(3)
         )
-        self.is_densified = options["sparse_as_dense"]
         if self.op is hvd.Average:
             options["gradient_predivide_factor"] = self.draw.choice([1.0, 1.0, 4.0])
 
@@ -186,9 +185,7 @@ class Step:
         least = program.passes if draw.random() < 0.8 else 1
         self.passes = [draw.randint(least, program.passes) for _ in range(size)]
         self.samples = [draw.randint(n == program.members[0], 5) for n in range(size)]
-        # What is sparse otherwise. By sparse_as_dense a rank without a gradient has its average in
-        # the form of its last one, and SGD rounds both forms differently.
-        self.is_dense = draw.random() < 0.2 and not program.is_densified
+        self.is_dense = draw.random() < 0.2  # what is sparse otherwise
         self.overflows = program.is_scaled and draw.random() < 0.3
         ways = ["step", "synchronize", "skip"]
         if not program.sparse:

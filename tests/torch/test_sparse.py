@@ -163,7 +163,9 @@ def dense_and_sparse():
         optimizer.zero_grad()
         rows = torch.tensor([hvd.rank()])
         torch.nn.functional.embedding(rows, table, sparse=sparse).sum().backward()
+        gradient = table.grad
         optimizer.step()
+        assert table.grad is gradient, "another tensor"
 
     return table, step
 
@@ -196,6 +198,24 @@ def test_dense_on_all_ranks_after_sparse_ones(size):
     done = torch.zeros(ROWS)
     done[:size] = -len(kinds) / size
     assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
+
+
+@ranks(2, 3)
+def test_a_dense_gradient_after_a_sparse_one_is_laid_out_as_its_parameter_on_all_ranks(size):
+    hvd.init()
+    table = torch.nn.Parameter(torch.zeros(COLUMNS, ROWS).t())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=1.0))
+    for sparse in (True, False):
+        optimizer.zero_grad()
+        if hvd.rank() != 1:
+            rows = torch.tensor([hvd.rank(), 1])
+            torch.nn.functional.embedding(rows, table, sparse=sparse).sum().backward()
+        optimizer.synchronize()
+        expected = torch.zeros(ROWS, COLUMNS)
+        for rank in {0, 2} & {*range(size)}:
+            expected[[rank, 1]] += 1 / size
+        assert_close(table.grad.to_dense(), expected, 1e-6)
+    assert table.grad.stride() == table.stride() == (1, ROWS)
 
 
 @ranks(2)
@@ -255,3 +275,27 @@ def test_a_sparse_gradient_beside_a_rank_that_has_joined():
             ):
                 step()
         hvd.join()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # in Adagrad
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
+def test_as_a_dense_one_it_has_the_same_form_on_all_ranks_afterwards(size, kind):
+    """Optimizers round sparse averages otherwise, and some take one form only."""
+    hvd.init()
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(ROWS, COLUMNS))
+    optimizer = hvd.DistributedOptimizer(kind([table], lr=0.3), sparse_as_dense=True)
+    # For each step, what the ranks have: a sparse gradient, a dense one, or none.
+    for step, forms in enumerate(["s--", "ds-", "--s", "d-d", "-sd", "sss", "-d-", "d--"] * 2):
+        optimizer.zero_grad()
+        form = forms[hvd.rank()]
+        if form != "-":
+            rows = rows_of(hvd.rank(), step)
+            found = torch.nn.functional.embedding(rows, table, sparse=form == "s")
+            (found.square().sum() / 7).backward()
+        optimizer.step()
+        used = forms[:size].strip("-")
+        assert (table.grad is None) == (not used)
+        assert not used or table.grad.is_sparse == ("s" in used)
+        assert len({*hvd.allgather_object(table.detach().numpy().tobytes())}) == 1

@@ -118,9 +118,9 @@ def test_the_child_of_a_rank_is_known(name, monkeypatch):
     own = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: own + 1)
     assert launchers.find_parent(environment) == (own, 1, "place")
-    with pytest.raises(LauncherError, match=f"^rank 1 .process {own}. has started this process"):
-        launchers.part_from((parent := launchers.find_parent(environment)), True, environment)
-    launchers.part_from(parent, False, environment)
+    with pytest.raises(LauncherError, match=f"of rank 1 .process {own}., which has"):
+        launchers.take_place((parent := launchers.find_parent(environment)), True, environment)
+    launchers.take_place(parent, False, environment)
     assert environment.keys() <= {"OMPI_MCA_btl"}
 
 
