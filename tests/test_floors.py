@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3199, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5782, "torch"),
+    "torch": (8, 5781, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (
