@@ -23,7 +23,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1566, "base errors version"),
-    "world": (2, 795, "world"),
+    "world": (2, 798, "world"),
     "observe": (2, 1293, "observe"),
     "transport": (3, 3726, "transport"),
     "engine": (4, 3773, "engine"),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3204, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5788, "torch"),
+    "torch": (8, 5787, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
     "keras": (9, 2278, "keras tensorflow.keras"),
     "elastic": (

@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
+from hvdlite.gradients.metadata import DENSE
 from hvdlite.observe import timeline
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
@@ -351,9 +352,7 @@ class GradientHooks:
             bucket_hooks.seen = []
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        found = self._step.kinds
-        kinds = {n: found[n] for n in numbers if n in found}
-        self.exchange.mark(*(n for n in numbers if n not in kinds), kinds=kinds)
+        self.exchange.mark(kinds={n: self._step.kinds.get(n, DENSE) for n in numbers})
 
     def _take_unseen(self, bucket_hooks: BucketHooks) -> list[int]:
         """Return the members whose C hooks were called; each has been once, or too often."""

@@ -168,7 +168,7 @@ class GradientExchange:
         `finish` still has to end the step, since earlier buckets have been sent.
 
         Args:
-            kinds: of sparse gradients, as in the buckets' metadata.
+            kinds: of gradients that may be sparse, as in the buckets' metadata.
 
         Raises:
             ValueError: a gradient has been marked in this step before.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -185,9 +186,11 @@ def _take(identity: Mapping[str, str]) -> bool:
     global _has_place
     key = json.dumps(identity)
     if not _has_place and any(name in key for name in _NAMES_OF_A_JOB):
+        # Containers on the host's network may have jobs of one name, and see each other's sockets.
+        key += os.readlink("/proc/self/ns/pid")
         place = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            place.bind("\0hvdlite " + key[-96:])  # its end has the numbers
+            place.bind(f"\0hvdlite {hashlib.sha256(key.encode()).hexdigest()}")
         except OSError as error:
             place.close()
             return error.errno != errno.EADDRINUSE
