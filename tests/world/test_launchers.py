@@ -136,3 +136,23 @@ def test_a_process_with_an_identity_of_its_own_is_no_child(monkeypatch):
             assert bool(launchers.find_parent(environment)) == bool(identity)
             assert launchers.find_parent({**environment, **other}) is None
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("apart", [[], ["--pid", "--fork"]])
+def test_an_identity_is_one_process_of_a_pid_namespace(apart):
+    # Containers on the host's network have the same names of jobs, and one space of sockets.
+    code = (
+        "from hvdlite.world import launchers as m; import sys; "
+        "print(m._take({'PMIX_NAMESPACE': 'prterun-here-5@1'}), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first:
+        assert first.stdout.readline() == "True\n"
+        second = subprocess.run(
+            ["unshare", *apart, *command], input="", capture_output=True, text=True, timeout=60
+        )
+        first.communicate("")
+    if "Operation not permitted" in second.stderr:
+        pytest.skip("may not make a PID namespace")
+    assert second.stdout == f"{bool(apart)}\n", second.stderr
