@@ -376,9 +376,11 @@ def _redirect(output: str) -> None:
 
 
 def _take_stdin() -> None:
-    """Have rank 0 read what the launcher would read."""
+    """Have rank 0 read what the launcher would read; for the others, MPICH may keep a pipe open."""
     position, _, path = os.environ.pop(STDIN, "").partition(" ")
-    if path and rank_here() == 0:
+    if rank_here() != 0:
+        position, path = "0", os.devnull
+    if path:
         file = os.open(path, os.O_RDONLY)
         if int(position):
             os.lseek(file, int(position), os.SEEK_SET)

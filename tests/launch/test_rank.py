@@ -326,6 +326,15 @@ time.sleep(60)
         assert survivors(pids) == []
 
 
+def test_ranks_above_0_read_nothing():
+    """MPICH 5.0.2 gives them a pipe that nobody closes."""
+    reader, writer = os.pipe()
+    process = shim(*python("import sys; print(repr(sys.stdin.read()))"), stdin=reader)
+    assert result(process) == (0, "''\n", "")
+    os.close(reader)
+    os.close(writer)
+
+
 def test_output_files(tmp_path):
     process = shim(
         "sh",
