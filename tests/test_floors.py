@@ -24,9 +24,9 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1566, "base errors version"),
     "world": (2, 798, "world"),
-    "observe": (2, 1293, "observe"),
+    "observe": (2, 1308, "observe"),
     "transport": (3, 3726, "transport"),
-    "engine": (4, 3773, "engine"),
+    "engine": (4, 3774, "engine"),
     "compression": (5, 2845, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3204, "gradients"),
@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3371, "launch"),
+    "launch": (_BESIDE, 3398, "launch"),
     "tools": (_TOOLS, 4340, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }

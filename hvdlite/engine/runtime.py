@@ -169,7 +169,8 @@ def start(
         return
     failures.install(_job_rank)
     launchers.take_place(parent, values.check_launcher)
-    MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    with status.joining():
+        MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())

@@ -119,6 +119,7 @@ def follow(
         try:
             while process.poll() is None:
                 server.serve(_TICK)
+                server.check_start()
                 check()
                 last, stage = stage, (bool(server.hosts), server.are_connected())
                 if job.is_here and (stage != last or not server.hosts):

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> None:
     else:
         _forget_notes(folder)
     if code == 0:
-        _send(channel, protocol.LEFT)
+        _send(channel, protocol.LEFT, "met" if has_met else "")
     if forwarding:
         forwarding.finish(_READ)
     _end(code)

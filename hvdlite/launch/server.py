@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, NamedTuple
 
+from hvdlite.errors import ranks_text
 from hvdlite.launch import folders
 from hvdlite.launch.rank import SHARED
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Channel, ForgedError, Part
-from hvdlite.observe.status import FILE
+from hvdlite.observe.status import FILE, JOINING
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.
@@ -70,6 +71,7 @@ class Server:
         exited: the first rank whose process ended with an error.
         deaths: the ranks without which the others go on, in the order of their deaths.
         left: the ranks whose process ended well.
+        unmet: those of them that had not met the others by then.
         wants_end: whether a rank has asked for the end of the job.
         hosts: the names of the host of each rank that has connected so far.
         watching: the connections of the ranks that stop when they are asked to.
@@ -91,6 +93,7 @@ class Server:
         self.exited: Failure | None = None
         self.deaths: list[Failure] = []
         self.left: set[int] = set()
+        self.unmet: set[int] = set()
         self.wants_end = False
         self.hosts: dict[int, list[str]] = {}
         self.watching: dict[int, Channel] = {}
@@ -130,6 +133,28 @@ class Server:
         """Return whether all ranks and spares have called ``hvd.init()``, all on this host."""
         names = (f"rank.{rank}/{FILE}" for rank in range(self.ranks + self.spares))
         return all(os.path.exists(os.path.join(self.folder, name)) for name in names)
+
+    def check_start(self) -> None:
+        """End the job if ranks wait in ``hvd.init()`` for one that has ended without it."""
+        waiting = [*filter(self._joins, range(self.ranks))] if self.unmet else []
+        if waiting and not self.exited:
+            rank = min(self.unmet)
+            self._note_exit(
+                Failure(
+                    rank,
+                    1,
+                    f"rank {rank} ended with exit code 0 without hvd.init(), in which "
+                    f"{ranks_text(waiting)} waited for it; call it on all ranks, first of all",
+                )
+            )
+            self.wants_end = True
+
+    def _joins(self, rank: int) -> bool:
+        """Return whether a rank of this host has waited for others to start MPI for a second."""
+        with contextlib.suppress(OSError):
+            path = os.path.join(self.folder, f"rank.{rank}", JOINING)
+            return time.time() > os.stat(path).st_mtime + 1.0
+        return False
 
     def ask_to_stop(self) -> None:
         """Have all ranks stop at their next commit, so that another number of them can go on."""
@@ -202,6 +227,7 @@ class Server:
             self.wants_end = True
         elif kind == protocol.LEFT:
             self.left.add(rank)
+            self.unmet |= set() if any(parts) else {rank}
             if self._task and not {rank} & {*self.results, *self.failures}:
                 text = f"rank {rank} ended without a result (os._exit() or the like)"
                 self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))

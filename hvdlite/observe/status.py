@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
 from typing import NamedTuple, TextIO
 
@@ -34,6 +34,8 @@ FILE = "status"
 """The name of the file in the rank's folder. Its first line is from `process_line`."""
 ASKING = "asking"
 """The name of the file by which a rank asks for a report; beside the folders of the ranks."""
+JOINING = "joining"
+"""The name of the file that is in the rank's folder while the rank waits for all to start MPI."""
 ANSWER = "pending "
 """The beginning of the line with the pending operations, in JSON; it follows the stacks."""
 
@@ -121,6 +123,19 @@ def note_start(has_started: bool = True) -> None:
     """
     if _steps is not None:
         _steps[1] = has_started
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Note, as long as this context lasts, that this rank waits for all others to start MPI."""
+    path = os.path.join(os.environ.get(protocol.FOLDER, ""), JOINING)
+    with contextlib.suppress(OSError):
+        if protocol.FOLDER in os.environ:
+            open(path, "w").close()
+    yield
+    with contextlib.suppress(OSError):
+        if protocol.FOLDER in os.environ:
+            os.unlink(path)
 
 
 def ask_launcher() -> None:

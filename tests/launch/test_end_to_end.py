@@ -57,6 +57,19 @@ def test_success_is_silent():
     assert sorted(result.stdout.split("\n")) == ["", "rank 0", "rank 1"]
 
 
+@pytest.mark.parametrize("options", [(), ("--elastic",)])
+def test_a_rank_that_ends_before_init_is_named_where_others_wait_for_it(python, options):
+    code = "if rank == 1: sys.exit(0)\nimport hvdlite\nhvdlite.init()"
+    if MPICH and options:
+        pytest.skip("elastic jobs need Open MPI")
+    result = hvdliterun("-np", 2, *options, python, *script(code)[1:], timeout=60)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "hvdliterun: rank 1 ended with exit code 0 without hvd.init(), in which rank 0 waited for "
+        "it; call it on all ranks, first of all\n"
+    )
+
+
 def test_rank_0_reads_what_is_piped_into_the_launcher(tmp_path, python):
     """mpirun hangs where that is much."""
     code = "read = sys.stdin.buffer.read(); print(rank, len(read), set(read))"
