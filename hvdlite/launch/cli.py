@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -312,7 +313,7 @@ def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1
             )
         hint = f"; did you mean `python {program}`?" if program.endswith(".py") else ""
         raise StartError(f"{program}: command not found{hint}", StartError.NOT_FOUND)
-    if os.path.basename(program).startswith("python"):
+    if re.fullmatch(r"python[\d.]*[dt]*", os.path.basename(program)):
         script, *_ = [*command[1:], "-"]
         if script.endswith(".py") and not os.path.exists(script):
             raise StartError(f"{script}: no such file")

@@ -126,7 +126,9 @@ def test_script_that_does_not_exist(tmp_path, path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"], ["-", "--lr", "1"]])
-def test_a_script_that_only_rank_0_could_read(path, arguments):
+def test_a_script_that_only_rank_0_could_read(tmp_path, path, arguments):
     check(["python", *arguments], path, ranks=1)
     with pytest.raises(StartError, match=r"standard input.*rank 0 alone of 3 has.*give a file"):
         check(["python", *arguments], path, ranks=3)
+    (tmp_path / "python_train").symlink_to(tmp_path / "python")
+    check(["python_train", *arguments], path, ranks=3)  # it may read what it likes
