@@ -24,7 +24,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1566, "base errors version"),
     "world": (2, 798, "world"),
-    "observe": (2, 1308, "observe"),
+    "observe": (2, 1301, "observe"),
     "transport": (3, 3726, "transport"),
     "engine": (4, 3774, "engine"),
     "compression": (5, 2845, "compression"),
