@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -69,15 +69,10 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
 
 def _like_horovod(library: Any) -> Library:
     """Return a library that has Horovod's interface, which is also hvdlite's."""
-
-    def wait(handles: Sequence[Any]) -> None:
-        for handle in handles:
-            library.synchronize(handle)
-
     return Library(
         lambda tensor, name: library.allreduce_(tensor, name=name, op=library.Sum),
         lambda tensor, name: library.allreduce_async_(tensor, name=name, op=library.Sum),
-        wait,
+        lambda handles: [library.synchronize(each) for each in handles],
         view=torch.from_numpy,
     )
 
@@ -90,6 +85,9 @@ class Replica:
 
     Args:
         wrap: makes of the model what is trained, and its optimizer.
+
+    Attributes:
+        loss: the last step's.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Replica:
         model = build(workload)
         with naming(name):
             self._model, self._optimizer = wrap(model)
-        self._loss = torch.zeros(())
 
     def step(self) -> None:
         """Train on the batch once."""
@@ -112,16 +109,12 @@ class Replica:
         loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
         loss.backward()
         self._optimizer.step()
-        self._loss = loss.detach()
+        self.loss = loss.detach()
 
     def broadcast(self) -> None:
         """Give all ranks the weights and the optimizer's state of rank 0."""
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
-
-    def loss(self) -> float:
-        """Return the last step's loss."""
-        return self._loss.item()
 
     def gradients(self) -> np.ndarray[Any, Any]:
         """Return the last step's gradients, flat."""
@@ -131,9 +124,7 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replicas(
-    comm: MPI.Comm, names: Collection[str], workload: str, batch: int
-) -> Iterator[list[Replica]]:
+def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[list[Replica]]:
     """Provide a replica for each contender.
 
     By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
@@ -155,7 +146,8 @@ def replicas(
     if "horovod" in names:
         ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
-    if WORKLOADS[workload].widths and "ddp" in chosen:  # without batch normalisation
+    batch, is_dense = WORKLOADS[workload].batch, bool(WORKLOADS[workload].widths)
+    if is_dense and "ddp" in chosen:  # without batch normalisation
         chosen = [name for name in chosen if name != "ddp-no-buffers"]
     on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
