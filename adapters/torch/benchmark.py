@@ -87,6 +87,7 @@ class Replica:
         wrap: makes of the model what is trained, and its optimizer.
 
     Attributes:
+        model, optimizer: what is trained, and by what.
         loss: the last step's.
     """
 
@@ -101,24 +102,19 @@ class Replica:
         self._inputs, self._labels = inputs, torch.from_numpy(labels)
         model = build(workload)
         with naming(name):
-            self._model, self._optimizer = wrap(model)
+            self.model, self.optimizer = wrap(model)
 
     def step(self) -> None:
         """Train on the batch once."""
-        self._optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(self._inputs), self._labels)
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
         self.loss = loss.detach()
-
-    def broadcast(self) -> None:
-        """Give all ranks the weights and the optimizer's state of rank 0."""
-        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
 
     def gradients(self) -> np.ndarray[Any, Any]:
         """Return the last step's gradients, flat."""
-        found = [parameter.grad for parameter in self._model.parameters()]
+        found = [parameter.grad for parameter in self.model.parameters()]
         gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
         return torch.cat([torch.flatten(each) for each in gradients if each is not None]).numpy()
 
