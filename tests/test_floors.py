@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3377, "launch"),
-    "tools": (_TOOLS, 4323, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4317, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

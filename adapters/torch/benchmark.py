@@ -134,10 +134,10 @@ def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[
         "mpi": partial(_averaging, comm),
         "ddp": _ddp,
         "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
-        "ddp-hvdlite": partial(_ddp, backend="hvdlite"),
+        "ddp-hvdlite": lambda model: _ddp(model, process_group=dist.new_group(backend="hvdlite")),
         "ddp-hook": _hooked,
-        "fsdp": partial(_fsdp, backend="gloo"),
-        "fsdp-hvdlite": partial(_fsdp, backend="hvdlite"),
+        "fsdp": lambda model: _fsdp(model, dist.group.WORLD),
+        "fsdp-hvdlite": lambda model: _fsdp(model, dist.new_group(backend="hvdlite")),
     }
     if "horovod" in names:
         ways["horovod"] = partial(_distributed, start_horovod("torch"))
@@ -165,8 +165,7 @@ hvdlite = partial(_distributed, hvd)
 """Return the model and hvdlite's optimizer."""
 
 
-def _ddp(model: nn.Module, backend: str = "gloo", **options: Any) -> Trained:
-    options["process_group"] = _group(backend)
+def _ddp(model: nn.Module, **options: Any) -> Trained:
     with warnings.catch_warnings():
         # Newer versions call broadcast_buffers otherwise, older ones know only this name.
         warnings.simplefilter("ignore", FutureWarning)
@@ -179,13 +178,8 @@ def _hooked(model: nn.Module) -> Trained:
     return trained, optimizer
 
 
-def _group(backend: str) -> Any:
-    """Return all ranks on a backend; gloo is that of the default group."""
-    return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
-
-
-def _fsdp(model: nn.Module, backend: str) -> Trained:
-    mesh = DeviceMesh.from_group(_group(backend), "cpu")
+def _fsdp(model: nn.Module, group: Any) -> Trained:
+    mesh = DeviceMesh.from_group(group, "cpu")
     for part in model.children():
         if sum(each.numel() for each in part.parameters()) >= 2**20:
             fully_shard(part, mesh=mesh)
