@@ -24,7 +24,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1566, "base errors version"),
     "world": (2, 798, "world"),
-    "observe": (2, 1308, "observe"),
+    "observe": (2, 1297, "observe"),
     "transport": (3, 3726, "transport"),
     "engine": (4, 3774, "engine"),
     "compression": (5, 2845, "compression"),
@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3398, "launch"),
-    "tools": (_TOOLS, 4340, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "launch": (_BESIDE, 3377, "launch"),
+    "tools": (_TOOLS, 4317, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

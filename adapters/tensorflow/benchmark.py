@@ -31,6 +31,9 @@ class Replica:
     Args:
         seed: of this rank's data.
         wrap: makes of a tape one that exchanges.
+
+    Attributes:
+        loss: the last step's.
     """
 
     def __init__(self, name: str, workload: str, batch: int, seed: int, wrap: Wrapping) -> None:
@@ -40,11 +43,11 @@ class Replica:
         self._model = build(workload)
         self._optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
         self._optimizer.build(self._model.trainable_variables)
-        self._wrap, self._loss = wrap, 0.0
+        self._wrap = wrap
 
     def step(self) -> None:
         """Train on the batch once."""
-        self._loss = float(self._step(*self._batch))
+        self.loss = float(self._step(*self._batch))
 
     @tf.function
     def _step(self, samples: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -57,10 +60,6 @@ class Replica:
         self._optimizer.apply(gradients, variables)
         return loss
 
-    def loss(self) -> float:
-        """Return the last step's loss."""
-        return self._loss
-
     def gradients(self) -> np.ndarray[Any, Any]:
         """Return the first step's gradients, flat: its momenta are -LEARNING_RATE times them."""
         parts = [momentum.numpy().reshape(-1) for momentum in self._optimizer.momentums]
@@ -68,9 +67,7 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replicas(
-    comm: MPI.Comm, names: Collection[str], workload: str, batch: int
-) -> Iterator[list[Replica]]:
+def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[list[Replica]]:
     """Provide a replica for each contender.
 
     Operations compute with one thread. There are two that run them, for every contender, as
@@ -88,6 +85,7 @@ def replicas(
     if "horovod" in names:
         ways["horovod"] = start_horovod("tensorflow").DistributedGradientTape
     chosen = [name for name in ways if name in names]
+    batch = WORKLOADS[workload].batch
     yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
     hvd.shutdown()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -69,15 +69,10 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
 
 def _like_horovod(library: Any) -> Library:
     """Return a library that has Horovod's interface, which is also hvdlite's."""
-
-    def wait(handles: Sequence[Any]) -> None:
-        for handle in handles:
-            library.synchronize(handle)
-
     return Library(
         lambda tensor, name: library.allreduce_(tensor, name=name, op=library.Sum),
         lambda tensor, name: library.allreduce_async_(tensor, name=name, op=library.Sum),
-        wait,
+        lambda handles: [library.synchronize(each) for each in handles],
         view=torch.from_numpy,
     )
 
@@ -90,6 +85,10 @@ class Replica:
 
     Args:
         wrap: makes of the model what is trained, and its optimizer.
+
+    Attributes:
+        model, optimizer: what is trained, and by what.
+        loss: the last step's.
     """
 
     def __init__(
@@ -103,37 +102,25 @@ class Replica:
         self._inputs, self._labels = inputs, torch.from_numpy(labels)
         model = build(workload)
         with naming(name):
-            self._model, self._optimizer = wrap(model)
-        self._loss = torch.zeros(())
+            self.model, self.optimizer = wrap(model)
 
     def step(self) -> None:
         """Train on the batch once."""
-        self._optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(self._inputs), self._labels)
         loss.backward()
-        self._optimizer.step()
-        self._loss = loss.detach()
-
-    def broadcast(self) -> None:
-        """Give all ranks the weights and the optimizer's state of rank 0."""
-        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
-
-    def loss(self) -> float:
-        """Return the last step's loss."""
-        return self._loss.item()
+        self.optimizer.step()
+        self.loss = loss.detach()
 
     def gradients(self) -> np.ndarray[Any, Any]:
         """Return the last step's gradients, flat."""
-        found = [parameter.grad for parameter in self._model.parameters()]
+        found = [parameter.grad for parameter in self.model.parameters()]
         gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
         return torch.cat([torch.flatten(each) for each in gradients if each is not None]).numpy()
 
 
 @contextlib.contextmanager
-def replicas(
-    comm: MPI.Comm, names: Collection[str], workload: str, batch: int
-) -> Iterator[list[Replica]]:
+def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[list[Replica]]:
     """Provide a replica for each contender.
 
     By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
@@ -147,15 +134,16 @@ def replicas(
         "mpi": partial(_averaging, comm),
         "ddp": _ddp,
         "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
-        "ddp-hvdlite": partial(_ddp, backend="hvdlite"),
+        "ddp-hvdlite": lambda model: _ddp(model, process_group=dist.new_group(backend="hvdlite")),
         "ddp-hook": _hooked,
-        "fsdp": partial(_fsdp, backend="gloo"),
-        "fsdp-hvdlite": partial(_fsdp, backend="hvdlite"),
+        "fsdp": lambda model: _fsdp(model, dist.group.WORLD),
+        "fsdp-hvdlite": lambda model: _fsdp(model, dist.new_group(backend="hvdlite")),
     }
     if "horovod" in names:
         ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
-    if WORKLOADS[workload].widths and "ddp" in chosen:  # without batch normalisation
+    batch, is_dense = WORKLOADS[workload].batch, bool(WORKLOADS[workload].widths)
+    if is_dense and "ddp" in chosen:  # without batch normalisation
         chosen = [name for name in chosen if name != "ddp-no-buffers"]
     on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
@@ -177,8 +165,7 @@ hvdlite = partial(_distributed, hvd)
 """Return the model and hvdlite's optimizer."""
 
 
-def _ddp(model: nn.Module, backend: str = "gloo", **options: Any) -> Trained:
-    options["process_group"] = _group(backend)
+def _ddp(model: nn.Module, **options: Any) -> Trained:
     with warnings.catch_warnings():
         # Newer versions call broadcast_buffers otherwise, older ones know only this name.
         warnings.simplefilter("ignore", FutureWarning)
@@ -191,13 +178,8 @@ def _hooked(model: nn.Module) -> Trained:
     return trained, optimizer
 
 
-def _group(backend: str) -> Any:
-    """Return all ranks on a backend; gloo is that of the default group."""
-    return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
-
-
-def _fsdp(model: nn.Module, backend: str) -> Trained:
-    mesh = DeviceMesh.from_group(_group(backend), "cpu")
+def _fsdp(model: nn.Module, group: Any) -> Trained:
+    mesh = DeviceMesh.from_group(group, "cpu")
     for part in model.children():
         if sum(each.numel() for each in part.parameters()) >= 2**20:
             fully_shard(part, mesh=mesh)

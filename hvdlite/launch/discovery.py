@@ -251,13 +251,11 @@ class Sizes:
 
         A host on which a process has failed has slots for the ranks that run there.
         """
-        found: dict[str, Host] = {}
-        for name, slots in self.discovery.hosts:
-            key = host_key(name)
-            before = found[key].slots if key in found else 0
-            found[key] = Host(name, before + slots)
-        for key in [key for key in found if key in self.blacklist]:
-            found[key] = Host(found[key].name, min(self._running[key], found[key].slots))
-        found = {key: host for key, host in found.items() if host.slots}
-        first = [key for key in self._order if key in found]
-        return [found[key] for key in [*first, *(key for key in found if key not in first)]]
+        names = {host_key(host.name): host.name for host in self.discovery.hosts}
+        slots: Counter[str] = Counter()
+        for name, number in self.discovery.hosts:
+            slots[host_key(name)] += number
+        for key in filter(self.blacklist.__contains__, names):
+            slots[key] = min(self._running[key], slots[key])
+        keys = dict.fromkeys([*self._order, *names])
+        return [Host(names[key], slots[key]) for key in keys if slots[key]]

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -29,8 +28,8 @@ ONE_HOST = "OMPI_MCA_btl", "self,sm"
 """The variable by which Open MPI's ranks open no ports, and cannot call ``MPI_Comm_spawn``."""
 
 
-class Mpirun(ABC):
-    """One flavour of mpirun.
+class Mpirun:
+    """One flavour of mpirun; what several Hydras have in common is the default.
 
     Args:
         version: its version, as ``5.0.11``.
@@ -46,7 +45,7 @@ class Mpirun(ABC):
     timestamps: ClassVar[Sequence[str]] = ()
     #: Arguments by which a job goes on when a rank has died; empty: it cannot.
     elastic: ClassVar[Sequence[str]] = ()
-    #: The option with the hosts.
+    #: The option with the hosts and their slots; empty: hosts have a section each.
     host_option: ClassVar[str] = "-hosts"
     #: The variable with arguments for ssh.
     ssh_variable: ClassVar[str]
@@ -72,13 +71,20 @@ class Mpirun(ABC):
 
         Without hosts, the processes run here, or wherever the batch system says.
         """
-        where = [self.host_option, listed(hosts)] if hosts else []
-        words = [self.path, "-np", str(num_proc), *where, *self.export(exported)]
-        return [*words, *more, *command]
+        common = [*self.export(exported), *more]
+        if self.host_option or not hosts:
+            where = [self.host_option, listed(hosts)] if hosts else []
+            return [self.path, "-np", str(num_proc), *where, *common, *command]
+        sections, left = [], num_proc
+        for host in hosts:
+            if here := min(left, host.slots):
+                sections += [":", "-host", host.name, "-n", str(here), *command]
+            left -= here
+        return [self.path, *common, *sections[1:]]
 
-    @abstractmethod
     def export(self, names: Sequence[str]) -> list[str]:
         """Return the arguments that carry variables to other hosts."""
+        return ["-genvall"] if names else []
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override.
@@ -174,36 +180,16 @@ class MPICH(Mpirun):
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
     most_networks = 1
 
-    def export(self, names: Sequence[str]) -> list[str]:
-        return ["-genvall"] if names else []
-
 
 class IntelMPI(MPICH):
     """Intel MPI: Hydra with a host list that knows no slots."""
 
     name = "Intel MPI"
     banner = r"Intel\(R\) MPI Library"
+    host_option = ""
     ssh_variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
     agent_variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP")
     network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
-
-    def arguments(
-        self,
-        num_proc: int,
-        hosts: Sequence[Host],
-        command: Sequence[str],
-        exported: Sequence[str] = (),
-        more: Sequence[str] = (),
-    ) -> list[str]:
-        """Return its command line: one section for each host."""
-        if not hosts:
-            return super().arguments(num_proc, hosts, command, exported, more)
-        words, left = [], num_proc
-        for host in hosts:
-            if here := min(left, host.slots):
-                words += [":", "-host", host.name, "-n", str(here), *command]
-            left -= here
-        return [self.path, *self.export(exported), *more, *words[1:]]
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         return {"I_MPI_PIN": "0"}

@@ -37,7 +37,8 @@ def report(folder: str) -> str:
         )
     deadline = time.monotonic() + _SECONDS
     while True:
-        texts = {number: _read(path, size) for number, (_, path, size) in ranks.items()}
+        contents = {number: path.read_bytes()[size:] for number, (_, path, size) in ranks.items()}
+        texts = {number: each.decode(errors="replace") for number, each in contents.items()}
         answers = {number: _answer(text) for number, text in texts.items()}
         silent = [number for number, answer in answers.items() if answer is None]
         if not silent or time.monotonic() > deadline:
@@ -71,12 +72,6 @@ def _ask(folder: str) -> dict[int, tuple[int, Path, int]]:
                 ranks[int(path.parent.suffix[1:])] = pid, path, len(text)
                 os.kill(pid, SIGNAL)
     return dict(sorted(ranks.items()))
-
-
-def _read(path: Path, position: int) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()[position:].decode(errors="replace")
-    return ""
 
 
 def _answer(text: str) -> list[Pending] | None:

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
 
@@ -128,14 +129,12 @@ def note_start(has_started: bool = True) -> None:
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
     """Note, as long as this context lasts, that this rank waits for all others to start MPI."""
-    path = os.path.join(os.environ.get(protocol.FOLDER, ""), JOINING)
+    note = _folder() / JOINING
     with contextlib.suppress(OSError):
-        if protocol.FOLDER in os.environ:
-            open(path, "w").close()
+        note.touch()
     yield
     with contextlib.suppress(OSError):
-        if protocol.FOLDER in os.environ:
-            os.unlink(path)
+        note.unlink()
 
 
 def ask_launcher() -> None:
@@ -144,18 +143,14 @@ def ask_launcher() -> None:
     It is for an error that is about to end a job in which some ranks hang. On another host than
     hvdliterun's, and without it, nothing happens.
     """
-    folder = os.environ.get(protocol.FOLDER)
-    if not folder:
-        return
-    path = os.path.join(os.path.dirname(folder), ASKING)
+    asking = _folder() / os.pardir / ASKING
     deadline = time.monotonic() + _MOST_WAIT
     # The main thread does not get to Python's handler as long as the caller's operation goes on.
     answers = _file is not None and threading.current_thread() is threading.main_thread()
     with contextlib.suppress(OSError, ValueError):
         before = os.fstat(_file.fileno()).st_size if _file is not None else 0
-        with open(path, "w"):
-            pass
-        while os.path.exists(path) and time.monotonic() < deadline:
+        asking.touch()
+        while asking.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
             if answers and _file is not None and os.fstat(_file.fileno()).st_size > before:
                 answers = False
@@ -173,12 +168,14 @@ def process_line(pid: int) -> str:
     return f"process {pid} {began}\n"
 
 
+def _folder() -> Path:
+    """Return the rank's folder; where it has none, what no file can be in."""
+    return Path(os.environ.get(protocol.FOLDER) or os.devnull)
+
+
 def _open() -> TextIO | None:
-    folder = os.environ.get(protocol.FOLDER)
-    if not folder:
-        return None
     try:
-        file = open(os.path.join(folder, FILE), "a")  # noqa: SIM115 - for as long as the process
+        file = open(_folder() / FILE, "a")  # noqa: SIM115 - for as long as the process
         file.write(process_line(os.getpid()))
         file.flush()
     except OSError:
@@ -188,14 +185,11 @@ def _open() -> TextIO | None:
 
 def _share_steps() -> memoryview | None:
     """Map the memory that the process around this rank has made; None: there is none."""
-    path = os.environ.get(protocol.STEPS)
-    if not path:
-        return None
     try:
-        with open(path, "r+b") as file:
+        with open(os.environ.get(protocol.STEPS, ""), "r+b") as file:
             return memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
     except (OSError, ValueError):
-        return None  # It is in another container, or ending.
+        return None  # there is no launcher, it is in another container, or ending
 
 
 def _answer(number: int, frame: FrameType | None) -> None:

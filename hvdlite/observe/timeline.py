@@ -169,10 +169,6 @@ class Timeline:
         if self._thread.is_alive():
             _log.warning("rank %d: the last events are not in %s yet", self._rank, self.path)
 
-    def abandon(self) -> None:
-        """Close the file in a forked child, without writing."""
-        self._file.abandon()
-
     def _serve(self) -> None:
         try:
             while self._write_batch():
@@ -283,7 +279,7 @@ def _leave_to_parent() -> None:
     # An open file in the child would keep the parent's lock after the parent's end.
     if current is not None:
         with contextlib.suppress(OSError):
-            current.abandon()
+            current._file.abandon()
         _forget(current)
 
 

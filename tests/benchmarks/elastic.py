@@ -40,7 +40,8 @@ def _serve(models: list[str]) -> None:
     for name in models:
         batch = WORKLOADS[name].batch
         replicas[name] = benchmark.Replica(name, name, batch, hvd.rank(), benchmark.hvdlite)
-        replicas[name].broadcast()
+        hvd.broadcast_parameters(replicas[name].model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(replicas[name].optimizer, root_rank=0)
     while name := hvd.broadcast_object(sys.stdin.readline().strip() if hvd.rank() == 0 else None):
         times = []
         for _ in range(_MODELS[name]):

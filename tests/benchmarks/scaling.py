@@ -115,7 +115,9 @@ def _train(team: Any, replicas: dict[str, Any], steps: int, turn: int) -> list[f
     import hvdlite.torch as hvd
 
     hvd.init(team)
-    replicas["hvdlite"].broadcast()  # some ranks of the team have trained more steps than others
+    # Some ranks of the team have trained more steps than others.
+    hvd.broadcast_parameters(replicas["hvdlite"].model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(replicas["hvdlite"].optimizer, root_rank=0)
     for _ in range(_WARM_UP_STEPS):
         replicas["hvdlite"].step()
     seconds = [0.0] * len(replicas)

@@ -37,11 +37,17 @@ def measure(
     adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
     chosen = WORKLOADS[workload]
     say(comm, f"{framework}: {chosen.title} on {count_text(comm.size, 'rank')}")
-    with adapter.replicas(comm, contenders, workload, chosen.batch) as replicas:
+    with adapter.replicas(comm, contenders, workload) as replicas:
         _warm_up(comm, replicas)
         steps = [Contender(replica.name, replica.step) for replica in replicas]
         times = interleave(Ranks(comm), steps, Limit(**limit), chosen.steps)
-        _check_losses(comm, replicas)
+        for replica in replicas:
+            loss = float(replica.loss)
+            if not np.isfinite(loss):
+                raise RuntimeError(
+                    f"{replica.name} on rank {comm.rank}: the loss is {loss} at the end; "
+                    "numbers that are not finite take other times"
+                )
     record = {
         "framework": framework,
         "workload": workload,
@@ -92,12 +98,3 @@ def _warm_up(comm: MPI.Comm, replicas: list[Any]) -> None:
     for _ in range(_WARM_UP_STEPS):
         for replica in replicas:
             replica.step()
-
-
-def _check_losses(comm: MPI.Comm, replicas: list[Any]) -> None:
-    for replica in replicas:
-        if not np.isfinite(replica.loss()):
-            raise RuntimeError(
-                f"{replica.name} on rank {comm.rank}: the loss is {replica.loss()} at the end; "
-                "numbers that are not finite take other times"
-            )
