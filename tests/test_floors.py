@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3377, "launch"),
+    "launch": (_BESIDE, 3378, "launch"),
     "tools": (_TOOLS, 4317, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
