@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2016, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1289,
+        1283,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
