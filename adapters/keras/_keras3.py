@@ -26,7 +26,6 @@ from hvdlite.keras._optimizer import (
     distributed_part,
     keep_wrapping,
     kept_in,
-    kinds_with,
     make_distributed,
     with_recompilation,
     with_wrapping,
@@ -264,8 +263,7 @@ def _install() -> None:
     model.make_train_function = with_recompilation(model.make_train_function, _without_xla)
     model.__reduce__ = with_wrapping(model.__reduce__)
     scaling.apply = _with_reduction(scaling.apply)
-    for kind in kinds_with("from_config", keras.optimizers.Optimizer):
-        keep_wrapping(kind)
+    keep_wrapping(keras.optimizers.Optimizer)
 
 
 @contextlib.contextmanager
