@@ -23,7 +23,6 @@ from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
     KerasAdapter,
-    distributed_part,
     keep_wrapping,
     kept_in,
     make_distributed,
@@ -49,8 +48,6 @@ def distribute(optimizer: Any, options: Options) -> Any:
         if any(base.__module__.startswith("tf_keras.") for base in type(optimizer).__mro__):
             found = f"{found} of legacy Keras; import hvdlite.tensorflow.keras as hvd for that"
         raise TypeError(f"expected a Keras optimizer, found {found}")
-    if distributed_part(optimizer) is not None:
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     scales_loss = hasattr(optimizer, "inner_optimizer")
     synchronizer = Synchronizer(
         optimizer,

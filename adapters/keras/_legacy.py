@@ -52,8 +52,6 @@ def is_legacy(optimizer: Any) -> bool:
 def distribute(optimizer: Any, options: Options) -> Any:
     """Make an optimizer of ``tf_keras`` distributed."""
     inner = _inner(optimizer)
-    if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     parts.current.refuse("legacy Keras", "use Keras 3")
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer

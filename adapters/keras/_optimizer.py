@@ -138,6 +138,8 @@ class KerasAdapter:
                 f"backward_passes_per_step={options.passes}, and with {options.schedule!r} a step "
                 "is what Keras applies; leave one of them out"
             )
+        if distributed_part(optimizer) is not None:
+            raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
         return self.distribute(optimizer, options)
 
     def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name

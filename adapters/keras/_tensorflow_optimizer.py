@@ -128,8 +128,6 @@ class _DistributedV1(Distributed):
 
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
-    if isinstance(optimizer, Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     if options.passes > 1:
         raise ValueError(
             f"backward_passes_per_step={options.passes} with {type(optimizer).__name__}: it needs "
