@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2404, "recipe"),
     "torch": (8, 5787, "torch"),
     "tensorflow": (8, 2906, "tensorflow"),
-    "keras": (9, 2266, "keras tensorflow.keras"),
+    "keras": (9, 2263, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2693,

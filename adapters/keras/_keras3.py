@@ -33,10 +33,9 @@ from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 
-_FRAMEWORKS = {"tensorflow": "hvdlite.keras._tensorflow", "torch": "hvdlite.keras._torch"}
 _NAME = keras.backend.backend()
 check_backend(_NAME)
-framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
+framework: Any = importlib.import_module(f"hvdlite.keras._{_NAME}")
 
 
 def distribute(optimizer: Any, options: Options) -> Any:

@@ -96,11 +96,9 @@ def _distribute(optimizer: Any, options: Options) -> Any:
     raise TypeError(f"expected an optimizer of TensorFlow or Keras, found {type(optimizer)}")
 
 
-def _load_model(*args: Any, **kwargs: Any) -> Any:
-    return tf.keras.models.load_model(*args, **kwargs)
-
-
-ADAPTER = KerasAdapter(CONVERSION, _distribute, _load_model)
+ADAPTER = KerasAdapter(
+    CONVERSION, _distribute, lambda *args, **kwargs: tf.keras.models.load_model(*args, **kwargs)
+)
 """The functions of `hvdlite.tensorflow.keras`."""
 
 
