@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3204, "gradients"),
     "recipe": (7, 2404, "recipe"),
     "torch": (8, 5787, "torch"),
-    "tensorflow": (8, 2906, "tensorflow"),
+    "tensorflow": (8, 2891, "tensorflow"),
     "keras": (9, 2263, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2016, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1283,
+        1278,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
