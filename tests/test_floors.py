@@ -30,13 +30,13 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2845, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3204, "gradients"),
-    "recipe": (7, 2404, "recipe"),
+    "recipe": (7, 2418, "recipe"),
     "torch": (8, 5787, "torch"),
     "tensorflow": (8, 2891, "tensorflow"),
-    "keras": (9, 2263, "keras tensorflow.keras"),
+    "keras": (9, 2250, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2693,
+        2687,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

@@ -17,13 +17,13 @@ from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
-    broadcast_variables,
     build_optimizer,
     differ_by_rank,
     to_array,
 )
 from hvdlite.observe import status
 from hvdlite.recipe import average_metrics
+from hvdlite.recipe.variables import broadcast_variables
 from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
