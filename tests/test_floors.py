@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2016, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1278,
