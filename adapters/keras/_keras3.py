@@ -148,18 +148,15 @@ class DistributedKeras3(Distributed):
         ops.cond(finite, lambda: apply(gradients, variables), leave_out)
 
     def _kept_for(self, variable: Any) -> dict[str, Any]:
-        optimizer = _innermost(self)
+        optimizer: Any = getattr(self, "inner_optimizer", self)
         indices = optimizer._trainable_variables_indices
         if (index := indices.get(optimizer._var_key(variable))) is None:
             return {}
         return kept_in(vars(optimizer), index, len(indices), keras.Variable)
 
     def _kept(self) -> list[dict[str, Any]]:
-        return list(map(self._kept_for, _innermost(self)._trainable_variables))
-
-
-def _innermost(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
+        optimizer: Any = getattr(self, "inner_optimizer", self)
+        return list(map(self._kept_for, optimizer._trainable_variables))
 
 
 def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
