@@ -32,8 +32,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2418, "recipe"),
     "torch": (8, 5787, "torch"),
-    "tensorflow": (8, 2886, "tensorflow"),
-    "keras": (9, 2245, "keras tensorflow.keras"),
+    "tensorflow": (8, 2885, "tensorflow"),
+    "keras": (9, 2243, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2680,
