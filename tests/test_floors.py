@@ -32,11 +32,11 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2418, "recipe"),
     "torch": (8, 5787, "torch"),
-    "tensorflow": (8, 2885, "tensorflow"),
+    "tensorflow": (8, 2882, "tensorflow"),
     "keras": (9, 2243, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2680,
+        2679,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

@@ -81,15 +81,14 @@ class _StateCallback:
 
     model: Any
     params: Any
-    attribute = ""  # that it updates
+    attribute: str  # that it updates, if it does
 
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state: Any = state
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.attribute:
-            _trackers.setdefault(self.state, {})[self.attribute] = self
+        _trackers.setdefault(self.state, {})[self.attribute] = self
 
     def skips(self, batch: int) -> bool:
         return False
