@@ -17,13 +17,13 @@ from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
-    broadcast_variables,
     build_optimizer,
     differ_by_rank,
     to_array,
 )
 from hvdlite.observe import status
 from hvdlite.recipe import average_metrics
+from hvdlite.recipe.variables import broadcast_variables
 from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
@@ -98,7 +98,6 @@ class BroadcastGlobalVariablesCallback:
         if hasattr(local_variables, "assign"):
             raise TypeError(f"expected a list of variables, found {local_variables!r}")
         self.root_rank = root_rank
-        self.device = device
         self.local_variables = list(local_variables or ())
         self.broadcast_done = False
         self._steps: int | None = None  # of all optimizers, before this fit
@@ -175,7 +174,6 @@ class MetricAverageCallback:
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average the logs.

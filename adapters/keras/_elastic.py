@@ -25,6 +25,7 @@ class KerasState(ObjectState):
         model: A built model of Keras 3 or legacy Keras; the attribute ``model``.
         optimizer: Its optimizer, which is built if necessary; None: the model's own. The attribute
             ``optimizer``.
+        backend: Accepted as in Horovod, without effect.
         **kwargs: Other attributes and their initial values: ``batch=0, epoch=0``.
 
     Raises:
@@ -32,7 +33,9 @@ class KerasState(ObjectState):
             name.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
         if not model.built:
             raise ValueError(
                 "the model has no weights yet that could be kept; call model.build(input_shape), "
@@ -78,15 +81,14 @@ class _StateCallback:
 
     model: Any
     params: Any
-    attribute = ""  # that it updates
+    attribute: str  # that it updates, if it does
 
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state: Any = state
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.attribute:
-            _trackers.setdefault(self.state, {})[self.attribute] = self
+        _trackers.setdefault(self.state, {})[self.attribute] = self
 
     def skips(self, batch: int) -> bool:
         return False

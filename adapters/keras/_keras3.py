@@ -23,10 +23,8 @@ from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
     KerasAdapter,
-    distributed_part,
     keep_wrapping,
     kept_in,
-    kinds_with,
     make_distributed,
     with_recompilation,
     with_wrapping,
@@ -35,10 +33,9 @@ from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 
-_FRAMEWORKS = {"tensorflow": "hvdlite.keras._tensorflow", "torch": "hvdlite.keras._torch"}
 _NAME = keras.backend.backend()
 check_backend(_NAME)
-framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
+framework: Any = importlib.import_module(f"hvdlite.keras._{_NAME}")
 
 
 def distribute(optimizer: Any, options: Options) -> Any:
@@ -50,8 +47,6 @@ def distribute(optimizer: Any, options: Options) -> Any:
         if any(base.__module__.startswith("tf_keras.") for base in type(optimizer).__mro__):
             found = f"{found} of legacy Keras; import hvdlite.tensorflow.keras as hvd for that"
         raise TypeError(f"expected a Keras optimizer, found {found}")
-    if distributed_part(optimizer) is not None:
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     scales_loss = hasattr(optimizer, "inner_optimizer")
     synchronizer = Synchronizer(
         optimizer,
@@ -153,18 +148,15 @@ class DistributedKeras3(Distributed):
         ops.cond(finite, lambda: apply(gradients, variables), leave_out)
 
     def _kept_for(self, variable: Any) -> dict[str, Any]:
-        optimizer = _innermost(self)
+        optimizer: Any = getattr(self, "inner_optimizer", self)
         indices = optimizer._trainable_variables_indices
         if (index := indices.get(optimizer._var_key(variable))) is None:
             return {}
         return kept_in(vars(optimizer), index, len(indices), keras.Variable)
 
     def _kept(self) -> list[dict[str, Any]]:
-        return list(map(self._kept_for, _innermost(self)._trainable_variables))
-
-
-def _innermost(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
+        optimizer: Any = getattr(self, "inner_optimizer", self)
+        return list(map(self._kept_for, optimizer._trainable_variables))
 
 
 def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
@@ -264,8 +256,7 @@ def _install() -> None:
     model.make_train_function = with_recompilation(model.make_train_function, _without_xla)
     model.__reduce__ = with_wrapping(model.__reduce__)
     scaling.apply = _with_reduction(scaling.apply)
-    for kind in kinds_with("from_config", keras.optimizers.Optimizer):
-        keep_wrapping(kind)
+    keep_wrapping(keras.optimizers.Optimizer)
 
 
 @contextlib.contextmanager

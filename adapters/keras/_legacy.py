@@ -25,7 +25,6 @@ from hvdlite.keras._optimizer import (
     distributed_part,
     keep_wrapping,
     kept_in,
-    kinds_with,
     make_distributed,
     with_recompilation,
     with_wrapping,
@@ -53,8 +52,6 @@ def is_legacy(optimizer: Any) -> bool:
 def distribute(optimizer: Any, options: Options) -> Any:
     """Make an optimizer of ``tf_keras`` distributed."""
     inner = _inner(optimizer)
-    if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     parts.current.refuse("legacy Keras", "use Keras 3")
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
@@ -273,8 +270,7 @@ def _install() -> None:
     model.__reduce__ = with_wrapping(model.__reduce__)
     model.__deepcopy__ = _with_wrapping(model.__deepcopy__)
     for base in (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer):
-        for kind in kinds_with("from_config", base):
-            keep_wrapping(kind)
+        keep_wrapping(base)
     for kind in _LOSS_SCALING[1:]:
         kind.apply_gradients = _with_reduction(kind.apply_gradients)
         if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):

@@ -138,6 +138,8 @@ class KerasAdapter:
                 f"backward_passes_per_step={options.passes}, and with {options.schedule!r} a step "
                 "is what Keras applies; leave one of them out"
             )
+        if distributed_part(optimizer) is not None:
+            raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
         return self.distribute(optimizer, options)
 
     def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -251,7 +253,12 @@ class MarkedName(str):
 
 
 def keep_wrapping(kind: Any) -> None:
-    """Have ``from_config`` of a class return distributed optimizers for their configurations."""
+    """Have ``from_config`` of a class return distributed optimizers for their configurations.
+
+    So does that of its subclasses, which may have one of their own.
+    """
+    for each in kind.__subclasses__():
+        keep_wrapping(each)
     original = kind.from_config.__func__
 
     @functools.wraps(original)
@@ -263,14 +270,6 @@ def keep_wrapping(kind: Any) -> None:
         return name.wrapping.apply(made)
 
     kind.from_config = classmethod(from_config)
-
-
-def kinds_with(method: str, kind: Any) -> list[Any]:
-    """Return a class and those of its subclasses that have a method of their own."""
-    found = [kind]
-    for each in kind.__subclasses__():
-        found += [one for one in kinds_with(method, each) if method in vars(one)]
-    return found
 
 
 def with_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,11 +96,9 @@ def _distribute(optimizer: Any, options: Options) -> Any:
     raise TypeError(f"expected an optimizer of TensorFlow or Keras, found {type(optimizer)}")
 
 
-def _load_model(*args: Any, **kwargs: Any) -> Any:
-    return tf.keras.models.load_model(*args, **kwargs)
-
-
-ADAPTER = KerasAdapter(CONVERSION, _distribute, _load_model)
+ADAPTER = KerasAdapter(
+    CONVERSION, _distribute, lambda *args, **kwargs: tf.keras.models.load_model(*args, **kwargs)
+)
 """The functions of `hvdlite.tensorflow.keras`."""
 
 
@@ -128,8 +126,6 @@ class _DistributedV1(Distributed):
 
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
-    if isinstance(optimizer, Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     if options.passes > 1:
         raise ValueError(
             f"backward_passes_per_step={options.passes} with {type(optimizer).__name__}: it needs "

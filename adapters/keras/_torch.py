@@ -14,7 +14,7 @@ from hvdlite.engine import runtime
 from hvdlite.gradients.keras_exchange import LABEL, Backend, Synchronizer
 from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
-from hvdlite.gradients.replicas import ReplicaCheck, weight_label
+from hvdlite.gradients.replicas import DEVICE_STRIDE, ReplicaCheck, weight_label
 from hvdlite.gradients.sources import exchange_of
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
@@ -23,8 +23,6 @@ __all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_devic
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
-_GPU_STRIDE = 16
 _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
 
@@ -107,7 +105,7 @@ class TorchBackend(Backend):
                 _REMEDY,
                 lambda: replica.uncompared,
                 to_array,
-                lambda: 1 if all(each.value.is_cpu for each in variables) else _GPU_STRIDE,
+                lambda: 1 if all(each.value.is_cpu for each in variables) else DEVICE_STRIDE,
             )
         return self._checks[parameters]
 

@@ -17,7 +17,7 @@ from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.recipe.seeding import seed_part
-from hvdlite.recipe.variables import broadcast_arrays, different_on, is_seed
+from hvdlite.recipe.variables import broadcast_variables, different_on, is_seed
 from hvdlite.world import parts, world
 
 # The public names, of any Keras.
@@ -169,19 +169,6 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
             "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
         )
     broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
-
-
-def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Overwrite variables with those of rank ``root_rank``.
-
-    Raises:
-        ValueError: There is no such rank.
-        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
-    """
-    names = [getattr(variable, "path", None) or variable.name for variable in variables]
-    values = broadcast_arrays(names, [to_array(variable) for variable in variables], root_rank)
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def differ_by_rank(variables: Sequence[Any]) -> None:

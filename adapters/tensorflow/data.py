@@ -86,9 +86,10 @@ def shard(
         raise ValueError(f"first_epoch={first_epoch} and state: give one of them")
     else:
         batches.load_state_dict(state)
-    dataset = tf.data.Dataset.from_generator(
-        lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
+    signature = tf.nest.map_structure(
+        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), arrays
     )
+    dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
     may_grow = parts.current.are_fixed and runtime.engine().settings.elastic
     if batches.sharding.done or may_grow:
         return dataset  # the first iteration has fewer batches than the others, or a later one more
@@ -102,10 +103,6 @@ def _arrays(data: Any) -> Any:
     if isinstance(data, tuple):
         return tuple(_arrays(part) for part in data)
     return np.asarray(data)
-
-
-def _spec(array: Any) -> tf.TensorSpec:
-    return tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(array.dtype))
 
 
 def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:

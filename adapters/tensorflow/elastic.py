@@ -12,7 +12,7 @@ from hvdlite.base.reduction import Average
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.elastic.state import ExchangeHandler, VariablesHandler
 from hvdlite.engine.process_sets import global_process_set
-from hvdlite.keras._elastic import KerasState
+from hvdlite.keras._elastic import KerasState as TensorFlowKerasState
 from hvdlite.tensorflow.errors import naming_errors
 from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
 
@@ -66,23 +66,3 @@ def _of_tapes(variables: Any, keys: Iterable[tuple[int, ...]]) -> dict[Any, Any]
         exchange_state([flat[position] for position in key])
     states = exchange_states(flat).items()
     return {key: (state, Average, global_process_set) for key, state in states}
-
-
-class TensorFlowKerasState(KerasState):
-    """A Keras model's state; Horovod's arguments.
-
-    Args:
-        model: As for `hvdlite.keras.elastic.KerasState`; of Keras 3 or legacy Keras.
-        optimizer: As for `hvdlite.keras.elastic.KerasState`.
-        backend: Accepted as in Horovod, without effect.
-        **kwargs: The other attributes, and their initial values.
-
-    Raises:
-        ValueError: The model has not been built, or the class has an attribute or a method of
-            such a name.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(model, optimizer, **kwargs)

@@ -19,6 +19,7 @@ that belongs to the code. This module replaces it by the class that the text nam
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -135,22 +136,6 @@ def _shortened(message: str, start: int) -> str:
     return text.strip() + (f" (an operation of {made[-1][0]}:{made[-1][1]})" if made else "")
 
 
-def _translate_calls_of_graphs() -> None:
-    """Apply `named_by` to the errors that TensorFlow raises for a graph.
-
-    There is no public hook for that. If a later TensorFlow lacks these methods, a graph's errors
-    have the class of the code, and the same text.
-    """
-    try:
-        from tensorflow.python.client.session import BaseSession
-        from tensorflow.python.eager.context import Context
-
-        Context.call_function = naming_errors(Context.call_function)
-        BaseSession.run = naming_errors(BaseSession.run)
-    except (ImportError, AttributeError):
-        return
-
-
 def naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function such that errors of graphs get the class that their text names."""
 
@@ -167,4 +152,11 @@ def naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_translate_calls_of_graphs()
+# There is no public hook for the errors of graphs. If a later TensorFlow lacks these methods, they
+# have the class of the code, and the same text.
+with contextlib.suppress(ImportError, AttributeError):
+    from tensorflow.python.client.session import BaseSession
+    from tensorflow.python.eager.context import Context
+
+    Context.call_function = naming_errors(Context.call_function)
+    BaseSession.run = naming_errors(BaseSession.run)

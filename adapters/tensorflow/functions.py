@@ -210,7 +210,6 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
         self.root_rank = root_rank
-        self.device = device
         self.bcast_op: tf.Operation | None = None
 
     def begin(self) -> None:

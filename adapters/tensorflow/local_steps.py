@@ -60,17 +60,14 @@ class VariableSteps:
         run(begin, list(map(tf.convert_to_tensor, remembered)), [], self.steps.process_set)
 
     def gradients(
-        self,
-        own: Sequence[Gradient],
-        reduce: Callable[[], list[Gradient]],
-        sparse_as_dense: bool = False,
+        self, own: Sequence[Gradient], reduce: Callable[[], list[Gradient]]
     ) -> list[Gradient]:
         """Return the gradients for the step: this rank's own, or reduced ones."""
         if self.steps.schedule.is_local(0):  # and so are all steps
             return list(own)
 
         def of_this_rank(gradients: Sequence[Gradient]) -> list[Gradient]:
-            return densified(gradients) if sparse_as_dense else list(gradients)
+            return densified(gradients) if self.steps.options.sparse_as_dense else list(gradients)
 
         if tf.executing_eagerly():
             return of_this_rank(own) if self.steps.is_local else reduce()
@@ -186,7 +183,7 @@ class TapeSteps:
                 )
         self.last = VariableSteps(self._count_for(sources), sources)
         self.last.begin(_FORGOTTEN)
-        return self.last.gradients(own, reduce, self._options.sparse_as_dense)
+        return self.last.gradients(own, reduce)
 
     def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of some variables so far, dropped with the first of the variables."""

@@ -122,10 +122,7 @@ def _only(axis: Any) -> int:
 
 @unconverted
 def _moments(
-    x: tf.Tensor,
-    axes: Sequence[int],
-    mask: Any = None,
-    process_set: ProcessSet = global_process_set,
+    x: tf.Tensor, axes: Sequence[int], mask: Any, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the mean and the variance of all ranks' elements along some axes.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,13 +21,6 @@ def vars_to_refs(vars: Any) -> Any:
     return vars.ref() if hasattr(vars, "ref") else vars
 
 
-def _executing_eagerly() -> bool:
-    return bool(tf.executing_eagerly())
-
-
-def _make_subgraph(function: Callable[..., Any]) -> Any:
-    return tf.function(function)
-
-
-def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.lru_cache(maxsize=None)(function)
+_executing_eagerly = tf.executing_eagerly
+_make_subgraph = tf.function
+_cache = functools.cache

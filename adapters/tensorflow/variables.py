@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdlite.compression import Parameter
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.gradients.keras_replica import OptimizerReplica, unique
-from hvdlite.gradients.replicas import ReplicaCheck, weight_label
+from hvdlite.gradients.replicas import DEVICE_STRIDE, ReplicaCheck, weight_label
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
 
@@ -116,7 +116,7 @@ class ReplicaChecks:
         variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
         if not variables:
             return None, None
-        stride = _GPU_STRIDE if any(map(_is_on_gpu, variables)) else 1
+        stride = DEVICE_STRIDE if any(map(_is_on_gpu, variables)) else 1
         replica = self.replica
 
         def make() -> tuple[ReplicaCheck, Given | None]:
@@ -147,8 +147,6 @@ class ReplicaChecks:
 
 
 Find = Callable[[], Any]
-# Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
-_GPU_STRIDE = 16
 
 
 def named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -188,7 +188,7 @@ def tensor_steps(
     # Untraced, since Keras may compile the training step that calls them.
     return SimpleNamespace(
         begin=untraced(lambda: steps.begin(weights)),
-        gradients=lambda own, reduce, _: list(own) if steps.is_local else reduce(),
+        gradients=lambda own, reduce: list(own) if steps.is_local else reduce(),
         end=untraced(lambda: steps.end(weights)),
         average=untraced(lambda: steps.average(weights)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
@@ -37,7 +37,7 @@ class Forming:
         self._mpi = MPI
         self._comm = comm
         self.made: list[Any] = [] if outer is None else outer.made
-        self.undo: list[Callable[[], object]] = [] if outer is None else outer.undo
+        self.undo: ExitStack = ExitStack() if outer is None else outer.undo
         self._common: list[Any] = []
         self._has_ended = False
 
@@ -130,16 +130,12 @@ def form_of_living(
                 "--restarts), and load the last checkpoint"
             ) from failure
         forming = Forming(MPI, comm)
-        is_formed = False
-        try:
+        with forming.undo:
             with forming:
                 formed = build(comm, forming)
-            is_formed = forming.failure is None
-        finally:
-            for undo in () if is_formed else forming.undo:
-                undo()
-        if is_formed:
-            return formed
+            if forming.failure is None:
+                forming.undo.pop_all()  # which calls none of them
+                return formed
         failure = forming.failure
         failed += [comm, *forming.made]
 

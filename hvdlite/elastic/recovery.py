@@ -381,7 +381,7 @@ class Recovery(Supervisor):
             with forming_part(attempt.part_ids) as part:
                 if part is not None:
                     attempt.part_engine = wanted.make(part)
-                    forming.undo.append(attempt.part_engine.abandon)
+                    forming.undo.callback(attempt.part_engine.abandon)
         return attempt
 
     def _connect(self, attempt: _Attempt, engine: Engine, world: World) -> None:

@@ -28,9 +28,6 @@ class Rendezvous:
         pool: forms a world without ranks that have died, and with spares (``hvdliterun
             --elastic``); None: all ranks must come.
         first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
-
-    Attributes:
-        has_pool: whether a pool forms worlds.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class Rendezvous:
         first_tag: int = 0,
     ) -> None:
         self._gathering = Gathering(MPI, comm)
-        self._pool, self.has_pool = pool, pool is not None
+        self.pool = pool
         self._timeout = timeout
         self._meet_tag, self._left_tag = first_tag + _MEET, first_tag + _LEFT
         self._gone: str | None = None
@@ -63,15 +60,15 @@ class Rendezvous:
         """
         deadline = time.monotonic() + self._timeout
         messages = self._exchange(message, deadline)
-        if not self.has_pool:
+        if self.pool is None:
             # Else one whose time is up just now would leave others in a collective without it.
             self._exchange(None, deadline + self._timeout)
         return [messages.get(rank) for rank in range(self.comm.size)]
 
     def follow(self) -> None:
         """Go on with the world that the pool has formed."""
-        assert self._pool is not None
-        self._gathering.move(self._pool.world)
+        assert self.pool is not None
+        self._gathering.move(self.pool.world)
         self._meet_tag, self._left_tag = _MEET, _LEFT
 
     def leave(self, reason: str) -> None:
@@ -84,7 +81,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Free the communicator, unless it is the pool's; collective."""
-        if self._pool is None:
+        if self.pool is None:
             self.comm.Free()
 
     def _exchange(self, message: Any, deadline: float) -> dict[int, Any]:
@@ -106,7 +103,7 @@ class Rendezvous:
 
     def _check_dead(self) -> None:
         for rank, error in self._gathering.dead.items():
-            if not self.has_pool:
+            if self.pool is None:
                 self._raise_gone(f"rank {rank} has died ({error})")
 
     def _raise_gone(self, what: str) -> NoReturn:
@@ -140,7 +137,7 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     virtual_size = parts.current.keep()
     runtime.leave_world()
     reports = rendezvous.meet(report)
-    if rendezvous.has_pool:
+    if rendezvous.pool is not None:
         sets = [each.ranks for each in process_sets]
         message = None if report is None else Message(report, rank, sets)
         supervisor = Start(message, again=True)

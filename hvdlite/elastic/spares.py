@@ -165,7 +165,7 @@ class Pool:
                 return pool, None, members, gathered, None
             with forming.part(world) as inner:
                 engine = build(inner.create(world.Dup), inner.create)
-                inner.undo.append(engine.abandon)
+                inner.undo.callback(engine.abandon)
             return pool, world, members, gathered, (engine, messages)
 
         if comm.size == 1:  # without another one to go on, whether MPI survives a death or not

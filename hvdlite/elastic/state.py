@@ -7,6 +7,7 @@ import copy
 import enum
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hvdlite.base.reduction import Max, ReduceOp
 from hvdlite.elastic import resizing, start
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.recipe.variables import broadcast_arrays
+from hvdlite.recipe.variables import broadcast_variables
 from hvdlite.world import parts, world
 
 
@@ -273,12 +274,7 @@ class VariablesHandler(CapturingHandler):
             variable.assign(array)
 
     def sync(self) -> None:
-        variables = self._shared(self.value)
-        names = [getattr(each, "path", None) or each.name for each in variables]
-        arrays = [np.asarray(variable.numpy()) for variable in variables]
-        values = broadcast_arrays(names, arrays, 0, "elastic.variables")
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        broadcast_variables(self._shared(self.value), 0, "elastic.variables")
 
 
 class ExchangeHandler(CapturingHandler):
@@ -347,7 +343,9 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self._bcast_object = bcast_object or _broadcast
+        self._bcast_object = bcast_object or partial(
+            collectives.broadcast_object, name="elastic.objects"
+        )
         self._names: list[str] = []  # of the attributes without a handler
         self._handlers: list[tuple[str, StateHandler]] = []
         for name, value in kwargs.items():
@@ -425,7 +423,3 @@ class ObjectState(State):
         for name, handler in self._handlers:
             handler.value = getattr(self, name)
             yield handler
-
-
-def _broadcast(value: Any) -> Any:
-    return collectives.broadcast_object(value, 0, "elastic.objects")

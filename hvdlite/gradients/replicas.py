@@ -34,6 +34,8 @@ _LEAST, _OVERHEAD = 2**16, 2**15
 # The arrays are looked up again after this many exchanges, at least: an optimizer seldom gets new
 # ones, and to find those of a small model takes longer than to compare them.
 _SAME_ARRAYS = 16
+#: Slices of arrays on a GPU are copied, and waited for, in one of so many exchanges.
+DEVICE_STRIDE = 16
 _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
 # digests of the options and of the arrays.

@@ -95,6 +95,20 @@ def broadcast_arrays(
     return values
 
 
+def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str | None = None) -> None:
+    """Overwrite variables of any Keras with those of rank ``root_rank``.
+
+    Raises:
+        ValueError: There is no such rank.
+        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
+    """
+    names = [getattr(each, "path", None) or each.name for each in variables]
+    arrays = [np.asarray(each.numpy()) for each in variables]
+    values = broadcast_arrays(names, arrays, root_rank, name)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def _state(*numbers: int) -> list[int]:
     """Return a seed that follows from the numbers, for any of Keras' dtypes, and a count of 0."""
     entropy = [abs(number) for number in numbers]

@@ -54,9 +54,7 @@ class KerasSteps(GradientPath):
         steps = self.steps = self._kind(count, shared, averaged)
         steps.begin()
         chosen = steps.gradients(
-            gradients,
-            lambda: self._local.reduce(gradients, variables, None, self._backend),
-            self._options.sparse_as_dense,
+            gradients, lambda: self._local.reduce(gradients, variables, None, self._backend)
         )
         result = apply(chosen)
         steps.end()

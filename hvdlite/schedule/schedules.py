@@ -6,9 +6,10 @@ Ranks exchange gradients before a step or, if the step is *local*, weights after
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
+from typing import Any, cast
 
 from hvdlite.base.arguments import check_count, check_momentum, check_positive
 from hvdlite.base.reduction import ReduceOp
@@ -52,7 +53,7 @@ class Accumulate(ExchangeSchedule):
 
 
 class LocalSchedule(ExchangeSchedule):
-    """Base class of schedules of local steps."""
+    """Base class of schedules of local steps, which are data classes."""
 
     #: Whether ranks exchange the change of the weights since the last exchange, not the weights.
     sends_changes: bool = False
@@ -103,6 +104,11 @@ class LocalSchedule(ExchangeSchedule):
             )
         return self, passes
 
+    def __repr__(self) -> str:
+        given = [(each, getattr(self, each.name)) for each in fields(cast(Any, self))]
+        shown = [f"{each.name}={v}" for each, v in given if v or v != each.default]
+        return f"Schedule.{type(self).__name__}({', '.join(shown)})"
+
     def gradient_path(self, owner: str) -> type:
         if owner == "torch":
             from hvdlite.torch.scheduled import Scheduled
@@ -151,10 +157,6 @@ class PartialSync(LocalSchedule):
         sizes = tuple(parameter.nbytes for parameter in parameters)
         parts = partition(sizes, self.parts or ceil(sum(sizes) / (self.bytes or 1)))
         return parts[(steps - 1) % len(parts)] if parts else ()
-
-    def __repr__(self) -> str:
-        size = f"parts={self.parts}" if self.bytes is None else f"bytes={self.bytes}"
-        return f"Schedule.PartialSync({size}{', momentum=True' if self.momentum else ''})"
 
 
 @lru_cache(64)
@@ -208,10 +210,6 @@ class LocalSGD(LocalSchedule):
         local = steps - self.start
         return range(len(parameters)) if local > 0 and local % self.every == 0 else ()
 
-    def __repr__(self) -> str:
-        start = f", start={self.start}" if self.start else ""
-        return f"Schedule.LocalSGD(every={self.every}{start})"
-
 
 @dataclass(frozen=True, repr=False)
 class DiLoCo(LocalSchedule):
@@ -253,10 +251,6 @@ class DiLoCo(LocalSchedule):
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
         return range(len(parameters)) if steps % self.every == 0 else ()
-
-    def __repr__(self) -> str:
-        outer = f"outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
-        return f"Schedule.DiLoCo(every={self.every}, {outer})"
 
 
 #: The schedule of a step by Adasum: reduce the change that the step makes, and apply it as it is.

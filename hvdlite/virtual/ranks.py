@@ -33,10 +33,11 @@ class Turns(parts.Parts):
     """
 
     are_fixed = True
+    size = 0
 
     def __init__(self, size: int) -> None:
         global _kept
-        self._size = size
+        self.size = size
         self.step, _kept = _kept, 0
         self.done: list[int] = []
         self.loaded: int | None = None
@@ -50,10 +51,6 @@ class Turns(parts.Parts):
         self._added: list[int] = []  # parts of processes that have died, not loaded yet
         self._left: list[int] = []
         self._optimizer: weakref.ref[object] | None = None
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     @property
     def share(self) -> list[int]:

@@ -7,7 +7,8 @@ import tensorflow as tf
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.keras import _elastic
 from hvdlite.keras._callbacks import complete
-from hvdlite.tensorflow.elastic import TensorFlowKerasState, run
+from hvdlite.keras._elastic import KerasState
+from hvdlite.tensorflow.elastic import run
 
 __all__ = [
     "CommitStateCallback",
@@ -19,8 +20,6 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
-
-KerasState = TensorFlowKerasState
 
 CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = (
     complete(mixin, tf.keras.callbacks.Callback, __name__) for mixin in _elastic.CALLBACKS
