@@ -18,7 +18,7 @@ from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 class Compression:
     """The strategies that ``compression=`` takes, the same for every framework.
 
-    Those in lower case are strategies, as Horovod's are; the others are classes with settings:
+    Names in lower case are strategies, as in Horovod; the others are classes with settings:
     ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
     To add a strategy, derive a class with an ``exchange`` from `Strategy` in a file of its own, and

@@ -4,7 +4,7 @@ A lane (``lane.py``) queues operations and drives rounds (``rounds.py``). In a r
 compare what they have pending and run what all have; where queues differ, ``agreement.py`` decides.
 ``calls.py`` finds the lines of the program that call unnamed collectives in different orders.
 
-Collectives run in the thread that waits for one, or else in the lane's. A rank has a thread for
+Collectives run in a thread that waits for a result, or else in the lane's. A rank has a thread for
 each lane (one for gradients, one for all else, two more for each process set it is in), and one if
 it writes a timeline (``observe/timeline.py``).
 """

@@ -1,8 +1,8 @@
 """Agreement: decide which operations run next where the ranks' queues differ.
 
 `decide` gets the same data on every rank, all ranks' descriptions of what they have pending, so the
-outcome is the same on each. Ranks that have joined lack no operation: they take part with zeros
-(``collectives/join.py``).
+outcome is the same on each. An operation that only ranks lack that have joined runs, with zeros in
+their place (``collectives/join.py``).
 """
 
 from __future__ import annotations

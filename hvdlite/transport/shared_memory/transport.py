@@ -47,8 +47,8 @@ class SharedMemoryTransport(Transport):
     both reduce all of each chunk; more ranks share the work slice by slice. Small arrays, wherever
     they lie, are one chunk that every rank reduces (`_reduce_small`). `allreduce_init` chooses.
 
-    A rank waits for the others in `Barrier.wait`, and adds by `_in_blocks` (``reduce.py``): in the
-    order of the ranks, so every rank and every run gets the same bits.
+    A rank waits for the others in `Barrier.wait`, and adds by `prepare_reduction` (``reduce.py``):
+    in the order of the ranks, so every rank and every run gets the same bits.
 
     Args:
         barrier: of the node's ranks.
