@@ -28,7 +28,8 @@ def run_forked(child, parent=lambda: None):
         os.kill(pid, signal.SIGKILL)  # it may wait for what the parent has not come to
         os.waitpid(pid, 0)
         raise
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0, f"the child ended with {code}"
 
 
 class Signal:
