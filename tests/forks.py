@@ -9,6 +9,9 @@ import warnings
 
 def run_forked(child, parent=lambda: None):
     """Run a function in a forked child, which fails if that raises, and another one beside it."""
+    # What other tests have left goes here, and not in the child, which lacks the threads that some
+    # of it may wait for.
+    gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
         pid = os.fork()

@@ -143,7 +143,8 @@ def test_an_identity_is_one_process_of_a_pid_namespace(apart):
     # Containers on the host's network have the same names of jobs, and one space of sockets.
     code = (
         "from hvdlite.world import launchers as m; import sys; "
-        "print(m._take({'PMIX_NAMESPACE': 'prterun-here-5@1'}), flush=True); sys.stdin.read()"
+        f"print(m._take({{'PMIX_NAMESPACE': 'here-{os.getpid()}@1'}}), flush=True); "
+        "sys.stdin.read()"
     )
     command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
