@@ -211,11 +211,13 @@ class GradientBuffers:
             gradients: of all parameters; those that averages cannot be written to are replaced.
             numbers: of those that have an average.
         """
-        for number in numbers:
-            if gradients[number] is None or gradients[number].layout is not torch.strided:
-                parameter = self._parameters[number]
-                empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
-                gradients[number] = parameter.grad = empty
+        found = [*map(gradients.__getitem__, numbers)]
+        if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
+            for number in numbers:
+                if gradients[number] is None or gradients[number].layout is not torch.strided:
+                    parameter = self._parameters[number]
+                    empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+                    gradients[number] = parameter.grad = empty
         self._write_averages(gradients, numbers)
         for number, axes in self._exchange.densified.items():
             self._parameters[number].grad = gradients[number].to_sparse(axes)
@@ -232,7 +234,10 @@ class GradientBuffers:
                 _replace_memory(gradients[number], average)
             numbers = [number for number in numbers if number not in replaced]
         if numbers:
-            averages = [*map(self._average, numbers)]
+            results = self._results  # a call for each takes longer
+            averages: list[Any] = [
+                self._average(n) if results[n] is None else results[n] for n in numbers
+            ]
             with torch.no_grad():
                 torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
 
@@ -407,4 +412,6 @@ class ChangeDetector:
 
 
 def _equal(before: torch.Tensor, now: torch.Tensor) -> bool:
-    return bool(((before == now) | ((before != before) & (now != now))).all())
+    if before.dtype is now.dtype and torch.equal(before, now):  # nearly always
+        return True
+    return bool(((before == now) | ((before != before) & (now != now))).all())  # NaN equals NaN
