@@ -31,8 +31,13 @@ pause = getattr(_library, "sched_getcpu", yield_core)
 def _syscall(library: ctypes.CDLL) -> Any:
     function = library.syscall
     function.restype = ctypes.c_long
-    pointer = ctypes.c_void_p
-    function.argtypes = [ctypes.c_long, pointer, ctypes.c_int, ctypes.c_uint32, pointer]
+    function.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+    ]
     return function
 
 

@@ -25,7 +25,14 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _library = ctypes.CDLL(None, use_errno=True)
 _mmap = _library.mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _munmap = _library.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
