@@ -81,7 +81,7 @@ class _StateCallback:
 
     model: Any
     params: Any
-    attribute: str  # that it updates, if it does
+    attribute: str  # that it updates; `CommitStateCallback` updates none
 
     def __init__(self, state: State) -> None:
         super().__init__()

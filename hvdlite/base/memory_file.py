@@ -1,4 +1,7 @@
-"""Files in memory, which have no name; `hvdlite.launch.rank` needs this file to import none."""
+"""Files in memory, which have no name.
+
+`hvdlite.launch.rank` loads this file without the rest of hvdlite, of which it imports nothing.
+"""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ def _take(identity: Mapping[str, str]) -> bool:
     key = json.dumps(identity)
     if not _has_place and any(name in key for name in _NAMES_OF_A_JOB):
         # Containers on the host's network may have jobs of one name, and see each other's sockets.
-        key += os.readlink("/proc/self/ns/pid")
+        with contextlib.suppress(OSError):  # there is no /proc
+            key += os.readlink("/proc/self/ns/pid")
         place = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             place.bind(f"\0hvdlite {hashlib.sha256(key.encode()).hexdigest()}")
