@@ -35,7 +35,9 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 #: The copies of a gradient: slices of the flat gradient, and their flat copies.
 Copies = list[tuple[slice, torch.Tensor]]
 
-_layout = operator.attrgetter("layout")
+_tensor = torch.Tensor
+_layout, _identity = operator.attrgetter("layout"), operator.attrgetter("_cdata")
+_requires_grad = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
 _number = operator.itemgetter(0)
 _STRIDED = {torch.strided}
@@ -119,6 +121,7 @@ class GradientBuffers:
         # The gradients that were exchanged last without a copy, in memory that torch had made
         # and nobody else shares.
         self._zero_copy_of_torch: set[int] = set()
+        self._is_lent = False  # the result arrays: small gradients are views of them
 
     def connect(self, exchange: GradientExchange) -> None:
         """Use the slots of an exchange, or of one whose buckets have changed."""
@@ -130,13 +133,53 @@ class GradientBuffers:
             buckets.zero_copy_range(number) if self._allows_zero_copy[number] else _NOTHING
             for number in numbers
         ]
-        # The averages of buckets from which all are copied: their places stay the same.
+        # The averages of buckets that have small gradients alone: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
-        for members, bucket in zip(buckets.plan, buckets.all, strict=True):
-            if not any(self.large[number] for number in members):
-                bucket.keeps_result = True
-                for number in members:
-                    self._results[number] = self._tensor(buckets.result_slot(number))
+        self._small = [
+            (bucket, members)
+            for members, bucket in zip(buckets.plan, buckets.all, strict=True)
+            if not any(self.large[number] for number in members)
+        ]
+        for bucket, _ in self._small:
+            bucket.keeps_result = True
+        self._lends = (
+            self._memory is None
+            and _use_count is not None
+            and all(parameter.is_cpu for parameter in self._parameters)
+        )
+        self._find_results()
+
+    def _find_results(self) -> None:
+        """View the result arrays of the buckets that have small gradients alone."""
+        for _, members in self._small:
+            for number in members:
+                self._results[number] = self._tensor(self._exchange.buckets.result_slot(number))
+        self._is_lent = False
+        if self._lends:
+            views = [each for each in self._results if each is not None]
+            self._storages = [*map(_identity, map(_tensor.untyped_storage, views))]
+            self._counts = self._count_views()
+
+    def _count_views(self) -> list[int]:
+        assert _use_count is not None
+        return [*map(_use_count, self._storages)]
+
+    def begin_step(self) -> None:
+        """Release the old memory of gradients, and take the result arrays back."""
+        self.release()
+        if not self._is_lent:
+            return
+        if self._count_views() == self._counts:
+            self._is_lent = False
+            for bucket, _ in self._small:
+                self._exchange.buckets.lane.reclaim(bucket.arrays.result)
+            return
+        # Gradients of the last step are kept, or added to. Their arrays are theirs, but whoever
+        # keeps one gradient of each step would keep a bucket for each, so this is the last time.
+        self._lends = False
+        for bucket, _ in self._small:
+            bucket.arrays.allocate_result()
+        self._find_results()
 
     def release(self) -> None:
         """Release the old memory of gradients so that autograd can reuse it."""
@@ -234,12 +277,23 @@ class GradientBuffers:
                 _replace_memory(gradients[number], average)
             numbers = [number for number in numbers if number not in replaced]
         if numbers:
-            results = self._results  # a call for each takes longer
-            averages: list[Any] = [
-                self._average(n) if results[n] is None else results[n] for n in numbers
-            ]
-            with torch.no_grad():
-                torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
+            self._write_small([*map(gradients.__getitem__, numbers)], numbers)
+
+    def _write_small(self, gradients: list[torch.Tensor], numbers: Sequence[int]) -> None:
+        """Let small gradients become views of the averages, or copy these if any is shared."""
+        results = self._results  # a call for each takes longer
+        averages: list[Any] = [*map(results.__getitem__, numbers)]
+        if self._lends and {*map(type, averages)} == {_tensor} and _are_alone(gradients):
+            self._is_lent = True
+            for bucket, _ in self._small:
+                self._exchange.buckets.lane.release(bucket.arrays.result)
+            for gradient, average in zip(gradients, averages, strict=True):
+                gradient.data = average
+            torch.autograd.graph.increment_version(gradients)
+            return
+        averages = [self._average(n) if results[n] is None else results[n] for n in numbers]
+        with torch.no_grad():
+            torch._foreach_copy_(gradients, averages)
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -316,6 +370,23 @@ def _views_of_one_tensor() -> int:
 
 
 _ALONE = _views_of_one_tensor()
+
+
+def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether nobody else has the memory of any gradient, fast.
+
+    The conditions are those of `GradientBuffers._can_replace_memory`.
+    """
+    assert _use_count is not None
+    storages = [*map(_tensor.untyped_storage, gradients)]
+    return (
+        max(map(_use_count, map(_identity, storages))) <= _ALONE
+        and all(map(torch.UntypedStorage.resizable, storages))
+        and not any(map(torch.UntypedStorage.is_shared, storages))
+        and all(map(_tensor.is_contiguous, gradients))
+        and not any(map(_requires_grad, gradients))
+        and {*map(type, gradients)} == {_tensor}
+    )
 
 
 def _replace_memory(gradient: torch.Tensor, average: torch.Tensor) -> None:

@@ -276,7 +276,7 @@ class GradientHooks:
     def _open_step(self) -> None:
         self._reducer.reconnect()
         self._step.is_open = True
-        self._buffers.release()
+        self._buffers.begin_step()
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
         self._step.is_converted = properties_of(self.parameters) != self._properties

@@ -110,7 +110,9 @@ class Rounds:
         digests = [*map(_digest_of, operations)]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
         if operations and operations[0].places is not None and not self.waiting:
-            self._transport.announce([*itertools.takewhile(bool, map(_places_of, operations))])
+            places = [*itertools.takewhile(bool, map(_places_of, operations))]
+            if not self._transport.announce(places):
+                operations[0].places = None  # it will not lie there next time either
         self.waiting = True
         try:
             agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))

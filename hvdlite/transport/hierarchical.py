@@ -62,6 +62,9 @@ class HierarchicalTransport(MPITransport):
     def release(self, array: Any) -> None:
         self._node.release(array)
 
+    def reclaim(self, array: Any) -> None:
+        self._node.reclaim(array)
+
     def _reserve(self, data: Sequence[Any]) -> None:
         """Reserve nothing: an allreduce moves the arrays in chunks."""
 

@@ -96,7 +96,7 @@ class Transport(ABC):
                 nothing of this call: make another one in its place.
         """
 
-    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:  # noqa: B027
+    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> bool:
         """Announce the arrays of the operations that the digests of the next `meet` stand for.
 
         A transport whose ranks reduce in each other's memory tells the others where they lie, which
@@ -106,7 +106,11 @@ class Transport(ABC):
             arrays: send and result of the first of these operations, one after the other. If the
                 digests are the same on all ranks, either all of them pass their arrays of one
                 operation to `allreduce`, before the next `meet`, or none does.
+
+        Returns:
+            Whether the first two lie where other ranks can reduce them.
         """
+        return False
 
     def complete(self) -> None:  # noqa: B027
         """Wait for the results of what was announced and reduced; `confirm` does so, too."""
@@ -151,6 +155,12 @@ class Transport(ABC):
 
         Not collective. Users may hold the array as long as they like. A forked child gets a copy of
         it, as of other memory.
+        """
+
+    def reclaim(self, array: Any) -> None:  # noqa: B027 - as in `release`
+        """Declare that a released array will be passed again, and that nobody else holds it.
+
+        Not collective. Its elements are undefined from then on.
         """
 
     @abstractmethod

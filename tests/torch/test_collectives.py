@@ -18,6 +18,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.torch.persistent import caches, keep
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 
 DTYPES = [
     torch.uint8,
@@ -185,6 +186,22 @@ def test_the_same_tensor_again_and_again(size):
             assert result is tensor
             assert torch.equal(tensor, torch.full((2, 3), expected, dtype=dtype)), (dtype, step)
             assert tensor._version > version
+
+
+@ranks(2)
+def test_a_tensor_that_is_not_in_shared_memory_is_looked_for_there_once(monkeypatch):
+    hvd.init()
+    looked, find = [], SharedMemoryTransport._find
+    monkeypatch.setattr(
+        SharedMemoryTransport, "_find", lambda *args: looked.append(args) or find(*args)
+    )
+    tensor = torch.ones(2**16)
+    counts = []
+    for _ in range(4):
+        reduce_in_place(tensor)
+        counts.append(len(looked))
+    assert counts[0] == counts[-1] > 0
+    assert (tensor == 4**4).all()
 
 
 @ranks(1, 2)

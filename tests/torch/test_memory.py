@@ -71,9 +71,11 @@ def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, 
 
 
 @ranks(2)
-def test_a_gradient_is_the_ranks_own_and_then_the_average_in_the_same_tensor(monkeypatch):
+@pytest.mark.parametrize("large", [False, True])
+def test_a_gradient_is_the_ranks_own_and_then_the_average_in_the_same_tensor(monkeypatch, large):
     """Users get hold of it before `synchronize`, to clip it after."""
-    let_nothing_be_small(monkeypatch)
+    if large:
+        let_nothing_be_small(monkeypatch)
     hvd.init()
     model, optimizer = distributed()
     parameters = list(model.parameters())
@@ -142,10 +144,10 @@ def exported(parameters):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("numel", [40, 600_000])
-def test_averages_are_written_where_others_look(monkeypatch, numel):
+@pytest.mark.parametrize(("numel", "large"), [(40, False), (40, True), (600_000, True)])
+def test_averages_are_written_where_others_look(monkeypatch, numel, large):
     """The user's memory, which gradients are views of, or which is a view of them."""
-    if numel == 40:
+    if large:
         let_nothing_be_small(monkeypatch)
     hvd.init()
     mean = (1 + hvd.size()) / 2
@@ -186,6 +188,48 @@ def test_a_gradient_that_nobody_shares_becomes_its_average_without_a_copy():
         optimizer.step()
         assert small.grad.data_ptr() != places[0]
         assert lent.grad.data_ptr() != places[1]
+
+
+def places_of_small(steps, keep=lambda parameters: None):
+    """Train in a bucket of 120 KB; return the gradients' addresses before and after exchanges."""
+    parameters = [torch.nn.Parameter(torch.zeros(10_000)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    places = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        sum((parameter * step * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+        own = [parameter.grad.data_ptr() for parameter in parameters]
+        optimizer.step()
+        mean = step * (1 + hvd.size()) / 2
+        assert all((parameter.grad == mean).all() for parameter in parameters)
+        places.append((own, [parameter.grad.data_ptr() for parameter in parameters]))
+        keep(parameters)
+    return places
+
+
+@ranks(1, 2, 3)
+def test_small_gradients_become_their_averages_without_a_copy_in_the_same_memory():
+    hvd.init()
+    places = places_of_small(6)
+    assert all(not {*own} & {*averages} for own, averages in places)
+    first, *others = [averages for _, averages in places[2:]]  # the order was learned before
+    assert others == [first] * len(others)
+
+
+@ranks(2)
+def test_whoever_keeps_gradients_of_each_step_keeps_no_bucket_for_each():
+    hvd.init()
+    kept = []
+    places = places_of_small(8, lambda parameters: kept.append(parameters[1].grad))
+    assert [gradient.tolist() for gradient in kept] == [[1.5 * n] * 10_000 for n in range(1, 9)]
+    assert all(own == averages for own, averages in places[3:])  # copied
+
+
+@ranks(2)
+def test_small_gradients_are_exchanged_after_forks_that_found_them_in_use():
+    hvd.init()
+    places = places_of_small(6, lambda parameters: run_forked(lambda: None))
+    assert places[-1][1] == places[-2][1]
 
 
 @ranks(2)
@@ -349,12 +393,14 @@ def test_zero_copy_parts_are_released_when_gradients_are_zeroed(monkeypatch):
 
 @pytest.mark.slow
 @ranks(2, 3)
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none):
+def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none, large):
     """As it would have without hvdlite: a copy, at the time of the fork."""
-    let_nothing_be_small(monkeypatch)
+    if large:
+        let_nothing_be_small(monkeypatch)
     hvd.init()
-    parameter = torch.nn.Parameter(torch.zeros(1000))
+    parameter = torch.nn.Parameter(torch.zeros(10_000))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
     mean = (1 + hvd.size()) / 2
 
@@ -385,7 +431,7 @@ def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none):
             go_on.give()
 
         run_forked(child, parent)
-    assert parameter.tolist() == [-mean * 7] * 1000
+    assert parameter.tolist() == [-mean * 7] * 10_000
 
 
 @ranks(2)

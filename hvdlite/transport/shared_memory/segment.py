@@ -113,6 +113,13 @@ class Arena:
         if address in self._in_use:
             self._released.add(address)
 
+    def reclaim(self, array: Any) -> None:
+        """Exchange a released array again; nobody else holds it, and its elements are lost."""
+        address = arrays.address(array)
+        memory = self._in_use[address]() if address in self._released else None
+        if memory is not None:
+            self._share(address, len(memory))
+
     def close(self) -> None:
         """Allocate nothing any more; arrays that are in use stay as they are."""
         self._closed = True
@@ -155,12 +162,16 @@ class Arena:
     def _take_back(self, address: int, nbytes: int) -> None:
         if self._in_use.pop(address, None) is None:  # it belongs to the parent of a fork
             return
+        self._share(address, nbytes)
+        self._free[nbytes].append(address)
+        self._close_unused()
+
+    def _share(self, address: int, nbytes: int) -> None:
+        """Undo what `release` and forks since have done to an array."""
         self._released.discard(address)
         if address in self._private:
             self._private.discard(address)
             self._remap(address, nbytes, mmap.MAP_SHARED)
-        self._free[nbytes].append(address)
-        self._close_unused()
 
     def _remap(self, address: int, nbytes: int, flags: int) -> None:
         """Map the part of the file that belongs to an address there again, with other flags."""

@@ -73,8 +73,9 @@ class SharedMemoryTransport(Transport):
         self._barrier = barrier
         self.arena = barrier.arena
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
-        # The offsets of arrays: of this rank, for the next `meet`; of all ranks, by this rank's.
-        self._announced: list[tuple[int, int]] = []
+        # The offsets of arrays, in pairs: of this rank, for the next `meet`; of all ranks, by this
+        # rank's.
+        self._announced: list[int] = []
         self._places: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._is_incomplete = False  # whether results may lack what other ranks write
         self._owners = self.size  # of a slice each, the first ranks
@@ -83,13 +84,14 @@ class SharedMemoryTransport(Transport):
     def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
         return cls(barrier, world.node.rank) if barrier and len(set(world.nodes)) == 1 else None
 
-    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:
+    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> bool:
         self._announced = []
         for send, result in arrays[:_ANNOUNCED]:
             offsets = None if self._is_small(send.nbytes) else self._find(send, result)
             if offsets is None:
                 break
-            self._announced.append(offsets)
+            self._announced += offsets
+        return bool(self._announced)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
@@ -97,8 +99,7 @@ class SharedMemoryTransport(Transport):
         mine = b"".join(digests[:MAX_DIGESTS])
         if barrier.passed == barrier.last:  # else the wait was interrupted, and is resumed
             self._brought = self._load(data) if data else 0
-            numbers = itertools.chain.from_iterable(self._announced)
-            barrier.own.write(barrier.last + 1, [*numbers], mine)
+            barrier.own.write(barrier.last + 1, self._announced, mine)
             barrier.arrive()
         generation = barrier.last
         barrier.wait(generation, on_wait)
@@ -109,11 +110,11 @@ class SharedMemoryTransport(Transport):
                 everywhere = [slot.digests(generation) for slot in barrier.slots]
                 same = os.path.commonprefix(everywhere)  # noqa: RUF071 - of bytes
                 return len(same) // DIGEST_SIZE
-        for position, own in enumerate(announced):
-            which = slice(2 * position, 2 * position + 2)
-            places = [slot.numbers(generation)[which] for slot in barrier.slots]
+        for start in range(0, len(announced), 2):
+            pair = slice(start, start + 2)
+            places = [slot.numbers(generation)[pair] for slot in barrier.slots]
             if _NOWHERE not in places:
-                self._places[own] = places
+                self._places[announced[start], announced[start + 1]] = places
         return len(mine) // DIGEST_SIZE
 
     def absent(self) -> list[int]:
@@ -138,6 +139,9 @@ class SharedMemoryTransport(Transport):
 
     def release(self, array: Any) -> None:
         self.arena.release(array)
+
+    def reclaim(self, array: Any) -> None:
+        self.arena.reclaim(array)
 
     def zero_copy_range(self, size: int) -> slice:
         """Return this rank's own slice, which it alone reduces."""

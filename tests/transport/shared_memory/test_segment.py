@@ -331,6 +331,24 @@ class TestFork:
         run_forked(child, parent)
         assert (exchanged == 1).all()
 
+    @pytest.mark.parametrize("forks", [0, 2])
+    def test_what_is_reclaimed_is_shared_again(self, arena, forks):
+        array = arena.empty(5000, FLOAT)
+        offset = arena.find(array)
+        array[...] = 2
+        arena.release(array)
+        for _ in range(forks):
+            run_forked(lambda: None)
+        assert (array == 2).all()
+        arena.reclaim(array)
+        array[...] = 4
+        assert (Peer(os.getpid(), arena.key).view(offset, 5000, FLOAT) == 4).all()
+        arena.reclaim(array)  # of one that is not released: nothing
+        arena.reclaim(np.empty(5, FLOAT))
+        run_forked(lambda: None)
+        array[...] = 5
+        assert (Peer(os.getpid(), arena.key).view(offset, 5000, FLOAT) == 5).all()
+
     def test_an_array_may_go_while_a_fork_is_prepared(self, arena, monkeypatch):
         """Another thread may drop its last view at any time, between two look-ups, too."""
 
