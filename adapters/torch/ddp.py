@@ -174,7 +174,7 @@ class _HookBucket:
             if not self._is_shared:
                 for position, member in enumerate(members):
                     part.arrays.send_slot(position)[...] = to_array(gradients[member])
-            part.mark_all()
+            part.mark_dense()
             part.prepare_submission()
             part.pending = self._lane.submit(part, begin)
         for part, _ in self._parts:

@@ -114,13 +114,14 @@ class GradientBucket(Operation):
         self._kinds_here[position] = kind
         self.awaited -= 1
 
-    def mark_all(self) -> None:
-        """Record that all gradients have arrived, in their slots."""
+    def mark_dense(self, start: int = 0, stop: int | None = None) -> None:
+        """Record that all gradients have arrived, or those of a range of positions."""
+        stop = self._size if stop is None else stop
         if self.awaited < self._size:
-            for position in range(self._size):
+            for position in range(start, stop):
                 self._check_new(position)
-        self._kinds_here[:] = self._all_dense
-        self.awaited = 0
+        self._kinds_here[start:stop] = self._all_dense[start:stop]
+        self.awaited -= stop - start
 
     def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
         """Return the elements of a part of the bucket that no other rank reads.

@@ -63,8 +63,8 @@ class DeviceGradientBucket(GradientBucket):
         super().mark(position, kind)
         self._use_stream()
 
-    def mark_all(self) -> None:
-        super().mark_all()
+    def mark_dense(self, start: int = 0, stop: int | None = None) -> None:
+        super().mark_dense(start, stop)
         self._use_stream()
 
     def fill_gaps(self) -> None:

@@ -185,7 +185,7 @@ class GradientExchange:
     def mark_bucket(self, index: int) -> None:
         """Record that all gradients of a bucket are in their slots; see `mark`."""
         with self._lock:
-            self.buckets.all[index].mark_all()
+            self.buckets.all[index].mark_dense()
             self._record(self.buckets.plan[index], complete=True)
 
     def mark_converted(self) -> None:
