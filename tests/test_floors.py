@@ -23,7 +23,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
-    "world": (2, 799, "world"),
+    "world": (2, 810, "world"),
     "observe": (2, 1297, "observe"),
     "transport": (3, 3766, "transport"),
     "engine": (4, 3780, "engine"),
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1278,
+        1279,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),

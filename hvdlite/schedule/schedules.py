@@ -6,10 +6,10 @@ Ranks exchange gradients before a step or, if the step is *local*, weights after
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any, cast
+from typing import Any
 
 from hvdlite.base.arguments import check_count, check_momentum, check_positive
 from hvdlite.base.reduction import ReduceOp
@@ -105,7 +105,8 @@ class LocalSchedule(ExchangeSchedule):
         return self, passes
 
     def __repr__(self) -> str:
-        given = [(each, getattr(self, each.name)) for each in fields(cast(Any, self))]
+        known: Any = fields(self) if is_dataclass(self) else ()  # a user's need not be one
+        given = [(each, getattr(self, each.name)) for each in known]
         shown = [f"{each.name}={v}" for each, v in given if v or v != each.default]
         return f"Schedule.{type(self).__name__}({', '.join(shown)})"
 

@@ -35,7 +35,7 @@ _PARENT = "HVDLITE_LAUNCHED_BY"
 _IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_APID", "PALS_RANKID")
 # One of these is in the identity if no rank of another job has the same.
 _NAMES_OF_A_JOB = ("PMIX_NAMESPACE", "PALS_APID", "socket:")
-_has_place = False
+_place = -1  # the descriptor of the socket that holds this rank's place, see `_take`
 # Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
 # them takes itself for a part of that job, and MPI takes the process for that rank.
 _OF_A_RANK = re.compile(
@@ -183,9 +183,9 @@ def _take(identity: Mapping[str, str]) -> bool:
 
     With two of them MPI would end the job, or hang. No two sockets can have one name.
     """
-    global _has_place
+    global _place
     key = json.dumps(identity)
-    if not _has_place and any(name in key for name in _NAMES_OF_A_JOB):
+    if _place < 0 and any(name in key for name in _NAMES_OF_A_JOB):
         # Containers on the host's network may have jobs of one name, and see each other's sockets.
         with contextlib.suppress(OSError):  # there is no /proc
             key += os.readlink("/proc/self/ns/pid")
@@ -195,8 +195,19 @@ def _take(identity: Mapping[str, str]) -> bool:
         except OSError as error:
             place.close()
             return error.errno != errno.EADDRINUSE
-        _has_place = place.detach() >= 0
+        _place = place.detach()
     return True
+
+
+def _leave() -> None:
+    """Leave the rank's place, in a forked child, which may outlive the rank."""
+    global _place
+    if _place >= 0:
+        os.close(_place)
+        _place = -1
+
+
+os.register_at_fork(after_in_child=_leave)
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:

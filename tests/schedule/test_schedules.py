@@ -18,9 +18,13 @@ from hvdlite.compression import (
 )
 from hvdlite.gradients.options import make_options
 from hvdlite.schedule import Schedule
-from hvdlite.schedule.schedules import partition
+from hvdlite.schedule.schedules import LocalSchedule, partition
 
 NONE, AVERAGE = Compression.none, Reduction()
+
+
+class Own(LocalSchedule):
+    """A user's schedule, which is no dataclass."""
 
 
 def check(schedule, strategy, reduction, passes=1, sparse_as_dense=False):
@@ -132,7 +136,9 @@ def test_what_has_no_local_steps():
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule.PartialSync(parts=2), Schedule.LocalSGD(2), Schedule.DiLoCo(2)], ids=repr
+    "schedule",
+    [Schedule.PartialSync(parts=2), Schedule.LocalSGD(2), Schedule.DiLoCo(2), Own()],
+    ids=repr,
 )
 def test_what_does_not_go_with_local_steps(schedule):
     for op in (Sum, Adasum):

@@ -138,6 +138,19 @@ def test_a_process_with_an_identity_of_its_own_is_no_child(monkeypatch):
             monkeypatch.undo()
 
 
+def test_a_forked_child_that_outlives_its_rank_does_not_keep_the_ranks_place():
+    take = f"print(m._take({{'PMIX_NAMESPACE': 'fork-{os.getpid()}@1'}}), flush=True)"
+    start = "from hvdlite.world import launchers as m; import os, sys"
+    fork = "os.fork() or (sys.stdin.read(), os._exit(0))"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c"]
+    with subprocess.Popen([*command, f"{start}; {take}; {fork}"], **pipes) as first:
+        assert first.stdout.readline() == "True\n"
+        assert first.wait(60) == 0  # its child waits for the end of the input
+        second = subprocess.run([*command, f"{start}; {take}"], **pipes, timeout=60)
+        assert second.stdout == "True\n"
+
+
 @pytest.mark.parametrize("apart", [[], ["--pid", "--fork"]])
 def test_an_identity_is_one_process_of_a_pid_namespace(apart):
     # Containers on the host's network have the same names of jobs, and one space of sockets.
