@@ -43,18 +43,17 @@ class Blacklist:
     """
 
     cooldown: tuple[float, float] = (inf, inf)
-    clock: Callable[[], float] = time.monotonic
     _failures: Counter[str] = field(default_factory=Counter, init=False)
     _until: dict[str, float] = field(default_factory=dict, init=False)
 
     def add(self, key: str) -> None:
         """Add a host after a failure there."""
         least, most = self.cooldown
-        self._until[key] = self.clock() + min(least * 2.0 ** self._failures[key], most)
+        self._until[key] = time.monotonic() + min(least * 2.0 ** self._failures[key], most)
         self._failures[key] += 1
 
     def __contains__(self, key: str) -> bool:
-        return self.clock() < self._until.get(key, 0.0)
+        return time.monotonic() < self._until.get(key, 0.0)
 
 
 @dataclass

@@ -174,8 +174,8 @@ def make_parser() -> Parser:
         usage="hvdliterun -np N [options] COMMAND [ARGUMENTS]",
         description="Run a command on N processes through mpirun.",
     )
-    number: Any = {"metavar": "N", "type": _at_least(0)}
-    positive: Any = {"metavar": "N", "type": _at_least(1)}
+    number: Any = {"metavar": "N", "type": at_least(0)}
+    positive: Any = {"metavar": "N", "type": at_least(1)}
     words: Any = {"metavar": "A", "type": _words}
 
     add = parser.begin_group("the job")
@@ -194,7 +194,7 @@ def make_parser() -> Parser:
     add("--max-np --max-num-proc", "take in hosts up to N ranks; default: -np", **positive)
     add("--host-discovery-script", "command that prints lines of host:slots", metavar="F")
     add("--slots-per-host", "slots of a host that it prints without them; default: 1", **positive)
-    pair: Any = {"type": _at_least(0), "nargs": 2, "metavar": ("MIN", "MAX")}
+    pair: Any = {"type": at_least(0), "nargs": 2, "metavar": ("MIN", "MAX")}
     cooldown = "seconds for which a host on which a rank has died gets no other; default: forever"
     add("--blacklist-cooldown-range", cooldown, **pair)
     add("--reset-limit", "how often the ranks may form their world again", **number)
@@ -210,7 +210,7 @@ def make_parser() -> Parser:
     add("--verbose", "print mpirun's command line", **_FLAG)
 
     add = parser.begin_group("communication")
-    mebibytes: Any = {"metavar": "N", "type": lambda text: _at_least(0)(text) * 2**20}
+    mebibytes: Any = {"metavar": "N", "type": lambda text: at_least(0)(text) * 2**20}
     add("--fusion-threshold-mb", "size of a gradient bucket in MiB", **mebibytes)
     add("--cycle-time-ms", "time in which operations come together", **_setting("CYCLE_TIME"))
     add("--cache-capacity", "number of named operations kept ready", **_setting("CACHE_CAPACITY"))
@@ -247,10 +247,12 @@ def make_parser() -> Parser:
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of numbers from ``least`` on."""
+
     def parse(text: str) -> int:
         if not text.strip().isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"found {text}, expected a number from {least} on")
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from {least} on")
         return int(text)
 
     return parse

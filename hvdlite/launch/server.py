@@ -181,7 +181,7 @@ class Server:
                 self._listeners = _listen(self._addresses or [""])
                 names = [*self._addresses, socket.getfqdn(), socket.gethostname()]
                 port = self._listeners[0].getsockname()[1]
-                self.address = protocol.tcp_address(list(dict.fromkeys(names)), port)
+                self.address = f"{','.join(dict.fromkeys(names))}@{port}"
             else:
                 self.address = os.path.join(self.folder, "ranks")
                 with protocol.short(self.address) as name:

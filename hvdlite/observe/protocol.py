@@ -235,7 +235,8 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
     """Connect this rank to the launcher.
 
     Args:
-        address: the launcher's: the path of a socket, or from `tcp_address`.
+        address: the launcher's: the path of a socket; or a port, behind all the names that its
+            host may be known by: ``node1,10.0.0.1@4711``.
         environment: where the job's key is, and what the process manager calls this host.
 
     Raises:
@@ -260,11 +261,6 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
         connected.close()
         raise ConnectionError(f"the connection to the launcher has failed: {error}") from None
     return channel
-
-
-def tcp_address(hosts: list[str], port: int) -> str:
-    """Return the address of a port, under all the names that this host may be known by."""
-    return f"{','.join(hosts)}@{port}"
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ def failure(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("-np 0 true", "found 0, expected a number from 1 on"),
-        ("-np two true", "found two"),
-        ("-np 1 --restarts -1 true", "--restarts: found -1, expected a number from 0 on"),
+        ("-np 0 true", "found '0', expected a number from 1 on"),
+        ("-np two true", "found 'two'"),
+        ("-np 1 --restarts -1 true", "--restarts: found '-1', expected a number from 0 on"),
         ("true", "-np is missing"),
         ("-np 2", "no command to run"),
         ("-np 2 --", "no command to run"),
@@ -41,7 +41,7 @@ def failure(capsys, *arguments):
         ("-np 1 -H a --hostfile b true", "not allowed with"),
         ("-np 1 --log-level loud true", "HVDLITE_LOG_LEVEL='loud' is not trace, debug, "),
         ("-np 1 --elastic-timeout 0 true", "'0' is not a number of seconds above 0"),
-        ("-np 1 --fusion-threshold-mb -1 true", "found -1, expected a number from 0 on"),
+        ("-np 1 --fusion-threshold-mb -1 true", "found '-1', expected a number from 0 on"),
         ("-np 1 --output-filename /dev/null/out true", "--output-filename /dev/null/out"),
         ("-np 1 --timeline-filename /dev true", "--timeline-filename /dev: found a folder"),
         ("-np 1 --timeline-filename new/ true", "--timeline-filename new/: found a folder"),

@@ -228,7 +228,7 @@ def test_config_file(tmp_path, capsys):
         ("params: [", "config.yaml: while parsing"),
         ("- 1", "found list, expected sections"),
         ("params:\n  cache_capacity: many", "='many' is not a number of calls, 0 or more"),
-        ("params:\n  fusion_threshold_mb: 0.5", "found 0.5, expected a number from 0 on"),
+        ("params:\n  fusion_threshold_mb: 0.5", "found '0.5', expected a number from 0 on"),
         ("stall_check:\n  warning_time_seconds: 1e10", "is not a number of seconds, or 0"),
         ("timeline:\n  mark_cycles: 3", "timeline.mark_cycles is 3, expected true or false"),
     ],

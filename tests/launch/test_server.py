@@ -213,7 +213,7 @@ def test_a_launcher_that_does_not_know_the_key():
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        address = protocol.tcp_address(["localhost"], listener.getsockname()[1])
+        address = f"localhost@{listener.getsockname()[1]}"
         with pytest.raises(protocol.ForgedError, match="does not know the job's key"):
             protocol.connect(address, 0, {protocol.KEY: "00"})
         thread.join()
@@ -225,7 +225,7 @@ def test_nobody_there(tmp_path):
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"cannot reach the launcher on port {port}"):
-        protocol.connect(protocol.tcp_address(["localhost"], port), 0, {})
+        protocol.connect(f"localhost@{port}", 0, {})
 
 
 def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):

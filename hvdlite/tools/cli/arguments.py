@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import StartError
+from hvdlite.launch.options import at_least
 
 
 def numbers(text: str) -> list[int]:
@@ -19,14 +19,7 @@ def numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def count(text: str, least: int = 0) -> int:
-    """Return a number from ``least`` on."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from {least} on")
-    return int(text)
-
-
-positive = partial(count, least=1)
+positive = at_least(1)
 
 
 def above_zero(value: Any) -> float:

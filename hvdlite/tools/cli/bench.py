@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import choose_hosts
+from hvdlite.launch.options import at_least
 from hvdlite.launch.programs import ask
 from hvdlite.tools.bench import job, report
 from hvdlite.tools.bench.compression_ranks import CANDIDATES
@@ -23,7 +24,6 @@ from hvdlite.tools.cli.arguments import (
     add_hosts,
     add_plot,
     check_file,
-    count,
     numbers,
     positive,
 )
@@ -136,7 +136,7 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     text = "per size or model, about, at most (%(default)g)"
     add("--seconds", type=above_zero, default=benchmark.seconds, metavar="S", help=text)
     text = "processes that compute on each host meanwhile, as those that load data do (0)"
-    add("--busy", type=count, default=0, metavar="N", help=text)
+    add("--busy", type=at_least(0), default=0, metavar="N", help=text)
     add_hosts(parser)
     text = "write JSON, with the time of every round; without FILE: print it, and no table"
     add("--json", nargs="?", const="-", metavar="FILE", help=text)

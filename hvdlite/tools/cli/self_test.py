@@ -43,7 +43,8 @@ def run() -> dict[str, Any]:
     signal.alarm(SECONDS)
     handler = BufferingHandler(1000)
     logging.getLogger("hvdlite").addHandler(handler)
-    data, target = _memory(), _memory()
+    data = np.full(NBYTES // 4, 0.0, np.float32)  # written, so that it is real memory
+    target = data.copy()
     memcpy = _seconds(lambda: np.copyto(target, data))
     hvd.init()
     wrong = [name for name, right in _collectives(hvd.rank(), hvd.size()) if not right]
@@ -87,10 +88,6 @@ def _collectives(rank: int, size: int) -> Iterator[tuple[str, bool]]:
 
 def _all(found: Any, expected: Any) -> bool:
     return bool(np.all(found == expected))
-
-
-def _memory() -> Any:
-    return np.full(NBYTES // 4, 0.0, np.float32)  # written, so that it is real memory
 
 
 def _seconds(call: Callable[[], object]) -> float:

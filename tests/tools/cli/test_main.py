@@ -34,7 +34,7 @@ def refused(capsys, *arguments):
         ("run --np 2 true", "unrecognized arguments: --np; did you mean -np? (see hvdliterun"),
         ("run --spare=2 -np 2 true", "--spare=2; did you mean --spares?"),
         ("run --nosuch 2 true", "unrecognized arguments: --nosuch (see hvdliterun --help)"),
-        ("run -np 0 true", "found 0, expected a number from 1 on"),
+        ("run -np 0 true", "found '0', expected a number from 1 on"),
     ],
 )
 def test_mistakes_take_one_line(capsys, arguments, words):
