@@ -23,15 +23,15 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
-    "world": (2, 810, "world"),
-    "observe": (2, 1297, "observe"),
-    "transport": (3, 3766, "transport"),
-    "engine": (4, 3780, "engine"),
+    "world": (2, 799, "world"),
+    "observe": (2, 1252, "observe"),
+    "transport": (3, 3738, "transport"),
+    "engine": (4, 3774, "engine"),
     "compression": (5, 2845, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2418, "recipe"),
-    "torch": (8, 5865, "torch"),
+    "torch": (8, 5794, "torch"),
     "tensorflow": (8, 2882, "tensorflow"),
     "keras": (9, 2243, "keras tensorflow.keras"),
     "elastic": (
@@ -43,12 +43,12 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1279,
+        1278,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3388, "launch"),
-    "tools": (_TOOLS, 4317, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "launch": (_BESIDE, 3389, "launch"),
+    "tools": (_TOOLS, 4307, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

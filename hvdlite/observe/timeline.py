@@ -92,7 +92,7 @@ class Timeline:
         process = f"rank {rank} on {socket.gethostname()}"
         self._file = TraceFile(path, run, self._metadata("process_name", name=process))
         self._file.append([self._metadata("process_sort_index", sort_index=rank)])
-        self._queue: queue.SimpleQueue[_Record | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
         self._put = self._queue.put
         self._thread = threading.Thread(target=self._serve, name="hvdlite-timeline", daemon=True)
         self._thread.start()
@@ -121,11 +121,6 @@ class Timeline:
         """Record an event like `complete`, in a track of its own."""
         self._put(("b", row, event, start, end, args))
 
-    def instant(self, row: str, event: str, /, **args: Any) -> None:
-        """Record an event without duration."""
-        now = self.now()
-        self._put(("i", row, event, now, now, args))
-
     def observe(self, point: str, row: str = "", about: Any = ()) -> None:
         """Record what a lane does, and who waits; arguments as in `hvdlite.base.observers`."""
         if point == "waited":
@@ -138,7 +133,7 @@ class Timeline:
         if point in ("meet", "exchange"):
             self._began[row] = now
             if point == "meet" and self.mark_cycles:
-                self.instant(row, CYCLE_START)
+                self._put(("i", row, CYCLE_START, now, now, {}))
         elif point == "agreed" and operations and began:
             first = operations[0]
             self.complete(row, NEGOTIATE + first.activity, began, now, tensor=first.traced_name)
@@ -151,16 +146,6 @@ class Timeline:
                 details["sent"] = sent
             first = operations[0]
             self.complete(row, first.activity, began, now, tensor=first.traced_name, **details)
-
-    def flush(self) -> bool:
-        """Wait until all events so far are in the file; return False if they cannot be written."""
-        written = threading.Event()
-        self._put(written)
-        deadline = time.monotonic() + _SECONDS_TO_FLUSH
-        while not written.wait(0.1):
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                break
-        return written.is_set()
 
     def close(self) -> None:
         """Write the remaining events, and close the file."""
@@ -184,13 +169,10 @@ class Timeline:
         batch = [self._queue.get()]
         time.sleep(_PAUSE)
         batch += [self._queue.get() for _ in range(self._queue.qsize())]
-        records = [record for record in batch if isinstance(record, tuple)]
+        records = [record for record in batch if record is not None]
         for begin in range(0, len(records), _EVENTS_PER_WRITE):
             part = records[begin : begin + _EVENTS_PER_WRITE]
             self._file.append([event for record in part for event in self._events(record)])
-        for mark in batch:
-            if isinstance(mark, threading.Event):
-                mark.set()
         return None not in batch
 
     def _events(self, record: _Record) -> Iterator[Event]:

