@@ -114,7 +114,7 @@ class Bucket:
         self.reduction = reduction
         self._empty = empty
         self.bounds = np.cumsum([0, *(parameter.size for parameter in parameters)]).tolist()
-        self.state: BucketState = (StrategyState() if state is None else state).of(parameters)
+        self.state = BucketState(parameters, StrategyState() if state is None else state)
         self.count = 0
         self.absent: Collection[int] = ()
         self.zero_copy: dict[int, Any] = {}

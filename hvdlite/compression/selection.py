@@ -44,11 +44,11 @@ def greatest(values: Any, count: int) -> Any:
     if values.size < _FEW or count > values.size // _LARGEST_PART:
         return _choose(values, count)
     limit = _estimate(values, count)
-    candidates = _above(values, limit)
+    candidates = _search(values, np.greater, limit)
     if candidates.size >= count:
         return candidates[_choose(values[candidates], count)]
     # Of zeros, say, there may be so many that the choice ends among them.
-    tied = _equal(values, limit, count - candidates.size)
+    tied = _search(values, np.equal, limit, count - candidates.size)
     if candidates.size + tied.size == count:
         return _merge(candidates, tied)
     return _choose(values, count)
@@ -68,7 +68,7 @@ def at_least(values: Any, threshold: float) -> Any:
         least = np.array([threshold]).astype(values.dtype)
     if float(least[0]) < threshold:
         least = np.nextafter(least, np.inf, dtype=least.dtype)
-    return _above(values, _magnitudes(least)[0] - 1)
+    return _search(values, np.greater, _magnitudes(least)[0] - 1)
 
 
 def _magnitudes(values: Any) -> Any:
@@ -95,8 +95,8 @@ def _nth(magnitudes: Any, count: int) -> Any:
 def _choose(values: Any, count: int) -> Any:
     """Do the same as `greatest`, by a partition of all values."""
     limit = _nth(_magnitudes(values), count)
-    chosen = _above(values, limit)
-    return _merge(chosen, _equal(values, limit, count - chosen.size))
+    chosen = _search(values, np.greater, limit)
+    return _merge(chosen, _search(values, np.equal, limit, count - chosen.size))
 
 
 def _merge(chosen: Any, tied: Any) -> Any:
@@ -105,18 +105,11 @@ def _merge(chosen: Any, tied: Any) -> Any:
     return merged
 
 
-def _above(values: Any, limit: Any) -> Any:
-    return _search(values, np.greater, limit, values.size)
-
-
-def _equal(values: Any, limit: Any, most: int) -> Any:
-    """Return the indices of the first ``most`` magnitudes that equal the limit."""
-    return _search(values, np.equal, limit, most)
-
-
-def _search(values: Any, compare: np.ufunc, limit: Any, most: int) -> Any:
+def _search(values: Any, compare: np.ufunc, limit: Any, most: int | None = None) -> Any:
+    """Return the indices of the magnitudes (of the first ``most``) that compare so to a limit."""
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]
+    most = values.size if most is None else most
     for piece in float16.pieces(values.size):
         if most <= 0:
             break

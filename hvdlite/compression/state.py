@@ -32,10 +32,6 @@ class StrategyState:
         self.owner: tuple[int, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
 
-    def of(self, parameters: Sequence[Parameter]) -> BucketState:
-        """Return the part that belongs to a bucket of these parameters, in their order."""
-        return BucketState(parameters, self)
-
     def entry(self, name: str) -> dict[str, Any]:
         """Return the arrays of a parameter, which the caller may change."""
         return self._entries.setdefault(name, {})
@@ -75,7 +71,7 @@ class StrategyState:
 
 
 class BucketState:
-    """State of a bucket's parameters, kept in the state of all parameters."""
+    """State of a bucket's parameters, in their order, kept in the state of all parameters."""
 
     def __init__(self, parameters: Sequence[Parameter], whole: StrategyState) -> None:
         self._parameters = tuple(parameters)

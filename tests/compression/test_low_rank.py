@@ -20,6 +20,7 @@ from hvdlite.compression import (
     WarmUp,
 )
 from hvdlite.compression.low_rank import multiply, orthonormal
+from hvdlite.compression.state import BucketState
 from hvdlite.errors import GradientError
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
@@ -146,7 +147,7 @@ def test_factors_depend_on_no_bucket_and_are_as_large_as_they_say():
 
 
 def _factor(ranks, name, shape):
-    return ranks.states[0].of([Parameter(name, shape, np.dtype(np.float32))]).get(0, "q")
+    return BucketState([Parameter(name, shape, np.dtype(np.float32))], ranks.states[0]).get(0, "q")
 
 
 def test_another_seed_starts_elsewhere():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlite.compression import Parameter, StrategyState
+from hvdlite.compression.state import BucketState
 
 FLOAT32 = np.dtype(np.float32)
 A, B, C = (
@@ -12,7 +13,7 @@ A, B, C = (
 
 def test_one_array_over_a_bucket():
     state = StrategyState()
-    bucket = state.of([A, B])
+    bucket = BucketState([A, B], state)
     residual = bucket.flat("residual", np.float32)
     assert residual.tolist() == [0.0] * 7
     residual[...] = np.arange(7)
@@ -26,9 +27,9 @@ def test_one_array_over_a_bucket():
 
 def test_other_buckets_of_the_same_parameters():
     state = StrategyState()
-    state.of([A, B]).flat("residual", np.float32)[...] = np.arange(7)
-    state.of([C]).flat("residual", np.float32)[...] = 9
-    packed_anew = state.of([C, B, A]).flat("residual", np.float32)
+    BucketState([A, B], state).flat("residual", np.float32)[...] = np.arange(7)
+    BucketState([C], state).flat("residual", np.float32)[...] = 9
+    packed_anew = BucketState([C, B, A], state).flat("residual", np.float32)
     assert packed_anew.tolist() == [9, 9, 9, 9, 6, 0, 1, 2, 3, 4, 5]
     packed_anew[...] = 1
     assert state.state_dict()["c"]["residual"].tolist() == [1, 1, 1, 1]
@@ -36,7 +37,7 @@ def test_other_buckets_of_the_same_parameters():
 
 def test_loading_reaches_buckets_that_there_are():
     state = StrategyState()
-    bucket = state.of([A, C])
+    bucket = BucketState([A, C], state)
     bucket.flat("residual", np.float32)[...] = 5
     bucket.count = 3
     saved = state.state_dict()
@@ -52,19 +53,19 @@ def test_loading_reaches_buckets_that_there_are():
 
 def test_counts_of_parameters_that_come_together_later():
     state = StrategyState()
-    state.of([A]).count = 4
-    joined = state.of([A, B])
+    BucketState([A], state).count = 4
+    joined = BucketState([A, B], state)
     assert joined.count == 4
     joined.count = 5
-    assert state.of([B]).count == 5
+    assert BucketState([B], state).count == 5
 
 
 def test_arrays_of_any_shape():
     state = StrategyState()
-    bucket = state.of([A, B])
+    bucket = BucketState([A, B], state)
     assert bucket.get(0, "q") is None
     bucket.set(0, "q", np.ones((3, 2)))
-    assert state.of([C, A]).get(1, "q").shape == (3, 2)
+    assert BucketState([C, A], state).get(1, "q").shape == (3, 2)
     assert bool(state)
     assert not StrategyState()
 
@@ -72,13 +73,13 @@ def test_arrays_of_any_shape():
 def test_an_array_of_another_shape_is_not_taken_over():
     state = StrategyState()
     state.load_state_dict({"a": {"residual": np.ones(3)}})
-    assert state.of([A]).flat("residual", np.float32).tolist() == [0.0] * 6
+    assert BucketState([A], state).flat("residual", np.float32).tolist() == [0.0] * 6
 
 
 def test_an_exchange_makes_it_the_ranks_own():
     state = StrategyState()
     state.is_common = True
-    bucket = state.of([A])
+    bucket = BucketState([A], state)
     assert state.is_common
     bucket.count = 1
     assert not state.is_common
