@@ -118,7 +118,11 @@ class Checkpoint:
         structure, layouts = _on_rank_zero(read_here, "checkpoint.load")
         arrays = read or [np.empty(shape, dtype) for dtype, shape in layouts]
         for number, array in enumerate(arrays):
-            _fill(array, f"checkpoint.load.{number}")
+            # As bytes, because a checkpoint may hold dtypes that no transport knows; and in place,
+            # because it may be large. Rank 0's own is copied if it is not in C order.
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            name = f"checkpoint.load.{number}"
+            collectives.synchronize(collectives.broadcast_async(flat, 0, name, out=flat))
 
         def check() -> None:
             if arrays is not read:
@@ -348,11 +352,3 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be {done} on the host of rank 0: {type(error).__name__}: {error}"
         ) from error
-
-
-def _fill(array: npt.NDArray[Any], name: str) -> None:
-    """Overwrite the array, on all ranks, with the bytes of rank 0's array."""
-    # As bytes, because a checkpoint may hold dtypes that no transport knows; and in
-    # place, because it may be large. Rank 0's own is copied if it is not in C order.
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    collectives.synchronize(collectives.broadcast_async(flat, 0, name, out=flat))

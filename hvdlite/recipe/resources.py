@@ -21,16 +21,10 @@ def threads_per_rank() -> int:
     """
     if parts.current.are_fixed:
         return 1
-    own = (world.node_index(), frozenset(os.sched_getaffinity(0)))
-    return _fair_share(own, collectives.allgather_object(own, name="threads_per_rank"))
-
-
-def _fair_share(
-    own: tuple[int, frozenset[int]], all_ranks: list[tuple[int, frozenset[int]]]
-) -> int:
-    node, cores = own
-    rivals = sum(other == node and bool(cores & theirs) for other, theirs in all_ranks)
-    return max(1, len(cores) // max(1, rivals))
+    own = node, cores = world.node_index(), frozenset(os.sched_getaffinity(0))
+    everyone = collectives.allgather_object(own, name="threads_per_rank")
+    rivals = sum(bool(other == node and cores & theirs) for other, theirs in everyone)
+    return max(1, len(cores) // rivals)
 
 
 def local_device_index(devices: Sequence[str]) -> int | None:

@@ -10,8 +10,8 @@ CODE = """
 import os, signal, sys
 import numpy as np
 import hvdlite as hvd
+from hvdlite import collectives
 from hvdlite.base import files
-from hvdlite.recipe import checkpoints
 
 def die(*_, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -19,7 +19,7 @@ def die(*_, **options):
 hvd.init()
 start = hvd.rank()
 saved = hvd.checkpoint(sys.argv[1], keep=2)
-fill = checkpoints._fill
+broadcast_async = collectives.broadcast_async
 state = {"by": start, "array": np.full(5, start)}
 
 def told():
@@ -44,18 +44,18 @@ if start == 2:
     saved._read_file = die
 told()
 
-def fill_after_the_death(*arguments):
+def broadcast_after_the_death(*arguments, **options):
     if start == 3:
         die()
     hvd.allreduce(np.ones(1))
-    fill(*arguments)
+    return broadcast_async(*arguments, **options)
 
-checkpoints._fill = fill_after_the_death
+collectives.broadcast_async = broadcast_after_the_death
 try:
     told()
 except hvd.errors.HorovodInternalError as error:
     print(start, error)
-checkpoints._fill = fill
+collectives.broadcast_async = broadcast_async
 told()
 try:
     saved.save(None)

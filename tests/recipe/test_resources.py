@@ -14,7 +14,12 @@ from tests.harness import ranks
 def share(rank, *all_ranks):
     """The threads of one rank, given (node, cores) of all ranks."""
     everyone = [(node, frozenset(cores)) for node, cores in all_ranks]
-    return resources._fair_share(everyone[rank], everyone)
+    node, cores = everyone[rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources.world, "node_index", lambda: node)
+        patch.setattr(os, "sched_getaffinity", lambda _: cores)
+        patch.setattr(resources.collectives, "allgather_object", lambda own, name: everyone)
+        return threads_per_rank()
 
 
 def test_ranks_share_the_cores_of_their_node():
