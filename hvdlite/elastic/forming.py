@@ -158,19 +158,16 @@ def retire(MPI: Any, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:  #
 
 def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803
     """Require that MPI survives the death of a rank."""
-    if not _goes_on(MPI, comm):
+    goes_on = False
+    if "Open MPI" in MPI.Get_library_version():
+        # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
+        goes_on = os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")
+    else:
+        with suppress(MPI.Exception, NotImplementedError):
+            comm.Get_failed()
+            goes_on = True
+    if not goes_on:
         raise HorovodInternalError(
             f"rank {comm.rank}: HVDLITE_ELASTIC is 1, and this MPI ends when a rank dies; start "
             "the job by `hvdliterun --elastic` with Open MPI 5, or unset HVDLITE_ELASTIC"
         )
-
-
-def _goes_on(MPI: Any, comm: Any) -> bool:  # noqa: N803
-    """Return whether MPI survives the death of a rank."""
-    if "Open MPI" in MPI.Get_library_version():
-        # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
-        return os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")
-    with suppress(MPI.Exception, NotImplementedError):
-        comm.Get_failed()
-        return True
-    return False

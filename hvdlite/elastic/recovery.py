@@ -257,10 +257,7 @@ class Recovery(Supervisor):
         for observe in observers.current:
             observe("recover")
         old: list[Any] = [self._gathering.comm]
-
-        def build(comm: Any, forming: Forming) -> _Attempt:
-            return self._attempt(comm, forming, engines, states)
-
+        build = partial(self._attempt, engines=engines, own=states)
         with membership.lock:
             attempt = form_of_living(self._mpi, self._world.comm, build, old)
             self._check(attempt)

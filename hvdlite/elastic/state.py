@@ -260,7 +260,6 @@ class VariablesHandler(CapturingHandler):
         return [np.array(variable.numpy()) for variable in self._shared(self.value)]
 
     def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
-        """Assign the values."""
         variables = self._shared(self.value)
         # Of the values: a variable of TensorFlow may be of any shape.
         shapes = [np.shape(variable.numpy()) for variable in variables]
