@@ -122,11 +122,9 @@ class CommitStateCallback(_StateCallback):
         self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start to count batches."""
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit if it is due."""
         if any(tracker.skips(batch) for tracker in self._trackers()):
             return
         self._batches += 1
@@ -136,7 +134,6 @@ class CommitStateCallback(_StateCallback):
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit."""
         for tracker in self._trackers():
             tracker.on_epoch_end(epoch)
         self.state.commit()

@@ -21,7 +21,7 @@ from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
-    Distributed,
+    DistributedKeras,
     KerasAdapter,
     keep_wrapping,
     kept_in,
@@ -64,12 +64,8 @@ def distribute(optimizer: Any, options: Options) -> Any:
 ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model)
 
 
-class DistributedKeras3(Distributed):
+class DistributedKeras3(DistributedKeras):
     """A mixin that averages gradients in ``apply``."""
-
-    def get_config(self) -> dict[str, Any]:
-        """Return Keras' configuration; what Keras makes from it here is distributed, too."""
-        return self._marked(super().get_config())  # type: ignore[misc]
 
     @framework.unconverted
     def apply_gradients(
@@ -297,7 +293,7 @@ def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
         **kwargs: Any,
     ) -> None:
         inner = self.inner_optimizer
-        if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
+        if not isinstance(inner, DistributedKeras) or inner._hvdlite.is_suspended:
             original(self, grads, trainable_variables, **kwargs)
             return
         batch_size = kwargs.pop("batch_size", None)

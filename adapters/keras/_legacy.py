@@ -21,7 +21,7 @@ import tf_keras
 from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._optimizer import (
-    Distributed,
+    DistributedKeras,
     distributed_part,
     keep_wrapping,
     kept_in,
@@ -61,14 +61,10 @@ def distribute(optimizer: Any, options: Options) -> Any:
     return optimizer
 
 
-class DistributedLegacy(Distributed):
+class DistributedLegacy(DistributedKeras):
     """A mixin that averages gradients in ``apply_gradients``."""
 
     iterations: tf.Variable
-
-    def get_config(self) -> dict[str, Any]:
-        """Return Keras' configuration; what Keras makes from it here is distributed, too."""
-        return self._marked(super().get_config())  # type: ignore[misc]
 
     @unconverted
     def _compute_gradients(
@@ -300,7 +296,7 @@ def _with_reduction(original: Any) -> Any:
         self: Any, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
     ) -> Any:
         inner = self.inner_optimizer
-        if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
+        if not isinstance(inner, DistributedKeras) or inner._hvdlite.is_suspended:
             return original(self, grads_and_vars, *args, **kwargs)
         synchronizer, batch_size = inner._hvdlite, kwargs.pop("batch_size", None)
         gradients, variables = _separated(grads_and_vars)
@@ -318,7 +314,7 @@ def _with_early_reduction(original: Any) -> Any:
     @unconverted
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner_optimizer
-        if not isinstance(inner, Distributed):
+        if not isinstance(inner, DistributedKeras):
             return original(self, *args, **kwargs)
         synchronizer = inner._hvdlite
         with synchronizer.suspended():

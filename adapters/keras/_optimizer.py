@@ -352,26 +352,9 @@ class Distributed:
             )
         path.steps.average()
 
-    @classmethod
-    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create an optimizer that is distributed in the same way.
-
-        Raises:
-            ValueError: This one has ``model=``, or local layers or variables.
-        """
-        made = cls._original.from_config(config, *args, **kwargs)
-        return made if distributed_part(made) is not None else cls._wrapping.apply(made)
-
     # What the optimizer keeps for a weight, by name, and what it keeps for each of all weights.
     _kept_for: Callable[[Any], dict[str, Any]]
     _kept: Callable[[], Iterable[Mapping[Any, Any]]]
-
-    def _marked(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a configuration from which Keras makes distributed optimizers."""
-        if "name" in config:
-            name = config["name"] = MarkedName(config["name"])
-            name.wrapping = self._wrapping
-        return config
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -385,6 +368,28 @@ class Distributed:
         )
 
     __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+class DistributedKeras(Distributed):
+    """A mixin for optimizers of any Keras, which have a configuration."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return Keras' configuration; what Keras makes from it here is distributed, too."""
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+        if "name" in config:
+            name = config["name"] = MarkedName(config["name"])
+            name.wrapping = self._wrapping
+        return config
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Create an optimizer that is distributed in the same way.
+
+        Raises:
+            ValueError: This one has ``model=``, or local layers or variables.
+        """
+        made = cls._original.from_config(config, *args, **kwargs)
+        return made if distributed_part(made) is not None else cls._wrapping.apply(made)
 
 
 def make_distributed(

@@ -12,6 +12,7 @@ from hvdlite import recipe
 from hvdlite.base.arguments import check_count
 from hvdlite.engine import runtime
 from hvdlite.recipe import Sharding
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.world import parts, world
 
@@ -77,7 +78,7 @@ def shard(
                 "no first_epoch, allow_empty and state"
             )
         return data.apply(sharded(batch_size))
-    arrays = _arrays(data)
+    arrays = map_leaves(np.asarray, data, is_leaf=lambda part: isinstance(part, list))
     batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
     batches.is_ahead = True
     if state is None:
@@ -95,14 +96,6 @@ def shard(
         return dataset  # the first iteration has fewer batches than the others, or a later one more
     cardinality = len(batches) * len(parts.current.share)
     return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
-
-
-def _arrays(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _arrays(part) for key, part in data.items()}
-    if isinstance(data, tuple):
-        return tuple(_arrays(part) for part in data)
-    return np.asarray(data)
 
 
 def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:

@@ -28,7 +28,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     Raises:
         ValueError: There is no such set; out of a graph, when it runs.
     """
-    return integer(lambda: len(_find(process_set_id).ranks or ()))
+    return integer(lambda: len(runtime.process_sets().find(process_set_id).ranks or ()))
 
 
 def set_size(process_set: ProcessSet) -> tf.Tensor:
@@ -56,11 +56,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     Raises:
         ValueError: There is no such set; out of a graph, when it runs.
     """
-    return integer(lambda: bool(_find(process_set_id).included()))
-
-
-def _find(process_set_id: int) -> ProcessSet:
-    return runtime.process_sets().find(process_set_id)
+    return integer(lambda: bool(runtime.process_sets().find(process_set_id).included()))
 
 
 @unconverted
