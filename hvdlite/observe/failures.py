@@ -119,7 +119,9 @@ def _job_rank(error: BaseException) -> JobRank | None:
 def _end_after_other_hooks() -> None:
     """End the job if a hook that was installed later has handled the exception."""
     error = getattr(sys, "last_value", None)
-    if not isinstance(error, BaseException) or not _has_ended_program():
+    trace: TracebackType | None = getattr(sys, "last_traceback", None)
+    # pytest and IPython keep caught ones, too, which begin further inside.
+    if not isinstance(error, BaseException) or trace is None or trace.tb_frame.f_back is not None:
         return
     job_rank = _job_rank(error)
     if job_rank is None:
@@ -129,12 +131,6 @@ def _end_after_other_hooks() -> None:
             _write(_line(job_rank, error))
     finally:
         _end_job(job_rank, error)
-
-
-def _has_ended_program() -> bool:
-    """Return whether the last exception was uncaught; pytest and IPython keep caught ones, too."""
-    trace: TracebackType | None = getattr(sys, "last_traceback", None)
-    return trace is not None and trace.tb_frame.f_back is None
 
 
 def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], object] | None) -> None:

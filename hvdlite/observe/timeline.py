@@ -155,25 +155,22 @@ class Timeline:
             _log.warning("rank %d: the last events are not in %s yet", self._rank, self.path)
 
     def _serve(self) -> None:
+        """Write the queued events, up to None, which is the last one."""
+        batch: list[_Record | None] = []
         try:
-            while self._write_batch():
-                pass
+            while None not in batch:
+                batch = [self._queue.get()]
+                time.sleep(_PAUSE)
+                batch += [self._queue.get() for _ in range(self._queue.qsize())]
+                records = [record for record in batch if record is not None]
+                for begin in range(0, len(records), _EVENTS_PER_WRITE):
+                    part = records[begin : begin + _EVENTS_PER_WRITE]
+                    self._file.append([each for record in part for each in self._events(record)])
         except Exception as error:  # Training continues without a timeline.
             _forget(self)
             _log.warning("rank %d: the timeline %s ends here: %s", self._rank, self.path, error)
         finally:
             self._file.close()
-
-    def _write_batch(self) -> bool:
-        """Write the queued events; return False after the last ones."""
-        batch = [self._queue.get()]
-        time.sleep(_PAUSE)
-        batch += [self._queue.get() for _ in range(self._queue.qsize())]
-        records = [record for record in batch if record is not None]
-        for begin in range(0, len(records), _EVENTS_PER_WRITE):
-            part = records[begin : begin + _EVENTS_PER_WRITE]
-            self._file.append([event for record in part for event in self._events(record)])
-        return None not in batch
 
     def _events(self, record: _Record) -> Iterator[Event]:
         phase, row, name, start, end, args = record

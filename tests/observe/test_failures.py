@@ -137,8 +137,10 @@ def test_an_exception_that_was_caught_has_not_ended_the_program(monkeypatch):
     try:
         raise KeyError
     except KeyError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
         monkeypatch.setattr(sys, "last_traceback", error.__traceback__, raising=False)
-    assert not failures._has_ended_program()
+    monkeypatch.setattr(failures, "_job_rank", lambda error: pytest.fail("it has"))
+    failures._end_after_other_hooks()
 
 
 def test_the_line_says_where_the_users_own_code_has_failed():
