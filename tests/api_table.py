@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.base.settings import SAME_EVERYWHERE, Settings
-from hvdlite.compression import Compression, Strategy, registered
+from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import global_process_set
 from hvdlite.launch import options
+from tests.compression.strategies import REGISTERED
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
@@ -77,7 +78,7 @@ SECTIONS: list[tuple[str, str, str]] = [
     (
         "hvdlite",
         "How and when gradients travel (in every adapter)",
-        f"""Compression {" ".join(f"Compression.{name}" for name in registered())}
+        f"""Compression {" ".join(f"Compression.{name}" for name in REGISTERED)}
         Schedule Schedule.EveryStep Schedule.Accumulate Schedule.PartialSync Schedule.LocalSGD
         Schedule.DiLoCo singa advise""",
     ),
@@ -250,7 +251,7 @@ def covering_test(module: str, name: str) -> str:
     """
     fits = [(_fit(function, module, name), function.label) for function in _functions()]
     best, label = max(fits, key=lambda fit: (fit[0], -len(fit[1]), fit[1]))
-    if not best and name.removeprefix("Compression.") in registered():
+    if not best and name.removeprefix("Compression.") in REGISTERED:
         return _LAWS
     if not best:
         raise LookupError(f"no test uses {module}.{name}")

@@ -11,13 +11,7 @@ from hvdlite.compression.cast import Cast
 from hvdlite.compression.custom import Compressor, Conversion, Custom
 from hvdlite.compression.low_rank import PowerSGD
 from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
-from hvdlite.compression.registry import (
-    Compression,
-    FP16Compressor,
-    NoneCompressor,
-    check_strategy,
-    registered,
-)
+from hvdlite.compression.registry import Compression, FP16Compressor, NoneCompressor, check_strategy
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
 from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
 from hvdlite.compression.state import StrategyState
@@ -58,5 +52,4 @@ __all__ = [
     "check_op",
     "check_strategy",
     "exchange_bucket",
-    "registered",
 ]

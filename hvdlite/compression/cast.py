@@ -175,20 +175,17 @@ class _Rounding(Codec):
             scaled = float16.scratch(values.size) if is_single else np.empty_like(values)
             self._scaling.write(values, scaled)
         if self._clips:
-            self._clip(scaled)
+            largest = scaled.dtype.type(_largest(self._dtype))
+            beyond = int(np.count_nonzero(np.abs(scaled) > largest))
+            if beyond:
+                self._clipped += beyond
+                np.clip(scaled, -largest, largest, out=scaled)
         with np.errstate(over="ignore"):  # an overflow must become inf
             float16.narrow(scaled, out.view(self._dtype))
 
     def read(self, body: Any, head: Any, out: Any) -> None:
         float16.widen(body.view(self._dtype), out)
         Scaling(1.0 / self._scaling.factor).apply(out)
-
-    def _clip(self, values: Any) -> None:
-        largest = values.dtype.type(_largest(self._dtype))
-        beyond = int(np.count_nonzero(np.abs(values) > largest))
-        if beyond:
-            self._clipped += beyond
-            np.clip(values, -largest, largest, out=values)
 
 
 def _largest(dtype: np.dtype[Any]) -> float:

@@ -76,11 +76,6 @@ class Codec(ABC):
         for piece in self.pieces(values.size):
             self.write(values[piece], head, self._part(body, piece, values.dtype), generator)
 
-    def decode(self, message: Any, out: Any) -> None:
-        """Write the values of a message into ``out``."""
-        for piece in self.pieces(out.size):
-            self.decode_piece(message, piece, out[piece])
-
     def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
         """Write the values of one of the `pieces` of a message into ``out``."""
         head, body = self._split(message, out.dtype)
@@ -164,7 +159,7 @@ def add_by_slices(
         bucket.unsent[...] = bucket.result
         bucket.unsent[mine] += total
     for piece, message in zip(slices, wholes, strict=True):
-        codec.decode(message, bucket.result[piece])
+        _add_up(codec, [message], Scaling(), bucket.result[piece])
 
 
 def greatest_magnitude(values: Any) -> Any:

@@ -49,11 +49,6 @@ class Compression:
     ByParameter = ByParameter
 
 
-def registered() -> Mapping[str, type[Strategy]]:
-    """Return the classes of `Compression`, by their name there."""
-    return {name: each for name, each in vars(Compression).items() if isinstance(each, type)}
-
-
 class NoneCompressor(Compressor):
     """Send tensors unchanged; Horovod's name for `Compression.none`, to derive from."""
 

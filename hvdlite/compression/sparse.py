@@ -263,15 +263,12 @@ class DeepGradientCompression(Strategy):
         return moved
 
     def _select(self, bucket: Bucket, total: Any) -> Any:
-        ratio = self._ratio(bucket.count)
+        ratio = self.ratio
+        if bucket.count < self.warm_up_steps:
+            fall = self.ratio / self.warm_up_ratio
+            ratio = self.warm_up_ratio * float(fall ** (bucket.count / self.warm_up_steps))
         counts = [part_of(parameter.size, ratio) for parameter in bucket.parameters]
         return greatest_of_each(bucket, total, counts)
-
-    def _ratio(self, count: int) -> float:
-        if count >= self.warm_up_steps:
-            return self.ratio
-        fall = self.ratio / self.warm_up_ratio
-        return self.warm_up_ratio * float(fall ** (count / self.warm_up_steps))
 
     def _clipping(self, bucket: Bucket, size: int) -> float:
         """Return the factor by which this rank's gradients are multiplied."""

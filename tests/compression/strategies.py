@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.compression import Compression, Parameter, Strategy, registered
+from hvdlite.compression import Compression, Parameter, Strategy
 
 C = Compression
 
@@ -35,8 +35,11 @@ def _settings(kind: type[Strategy]) -> list[Strategy]:
     return SETTINGS[kind] if kind in SETTINGS else [kind()]
 
 
+#: Every registered class, by its name in `Compression`.
+REGISTERED = {name: each for name, each in vars(C).items() if isinstance(each, type)}
+
 #: Every registered strategy.
-PLAIN = [C.none, *(each for kind in registered().values() for each in _settings(kind))]
+PLAIN = [C.none, *(each for kind in REGISTERED.values() for each in _settings(kind))]
 
 #: Those that `ErrorFeedback` takes.
 WITH_FEEDBACK = [C.ErrorFeedback(each) for each in PLAIN if each.tells_unsent]
@@ -48,7 +51,7 @@ ONE_OF_EACH = [
     *(C.none, C.fp16, C.bf16),
     *(
         C.ErrorFeedback(each) if each.tells_unsent else each
-        for kind in registered().values()
+        for kind in REGISTERED.values()
         for each in _settings(kind)[:1]
     ),
 ]
