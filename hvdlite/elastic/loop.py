@@ -66,7 +66,7 @@ def run(
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         engine = runtime.engine()
         settings = engine.settings
-        pool, first_tag = start.pool(), 0
+        pool, first_tag = start.pool, 0
         holders = start.take_holders()
         if holders is not None:  # this is a spare, and the others have begun already
             for lane in engine.lanes:

@@ -12,7 +12,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdlite import collectives
 from hvdlite.errors import HorovodInternalError
@@ -130,17 +130,16 @@ def hand_over(state: State, resets: int) -> None:
     while True:
         before = world.current().ids
         if world.rank() == 0:
-            launcher.ask(protocol.KEEP, _pickled((resets, state.dump())))
+            kept = resets, state.dump()
+            try:
+                pickled = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # Whatever the objects in it do when they are pickled.
+                raise HorovodInternalError(
+                    f"rank {world.rank()}: the state cannot be pickled, which it has to be where "
+                    f"hosts come and go ({type(error).__name__}: {error}); take out what cannot "
+                    "travel"
+                ) from error
+            launcher.ask(protocol.KEEP, pickled)
         collectives.barrier(name="elastic.resize")
         if before == world.current().ids:  # else the rank that did it may have died
             return
-
-
-def _pickled(state: Any) -> bytes:
-    try:
-        return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # Whatever the objects in it do when they are pickled.
-        raise HorovodInternalError(
-            f"rank {world.rank()}: the state cannot be pickled, which it has to be where hosts "
-            f"come and go ({type(error).__name__}: {error}); take out what cannot travel"
-        ) from error

@@ -21,7 +21,8 @@ from hvdlite.engine.supervisor import Build
 from hvdlite.observe import status
 from hvdlite.world import mpi, world
 
-_pool: Pool | None = None
+#: The pool of this job's ranks and spares; None: without HVDLITE_ELASTIC.
+pool: Pool | None = None
 # What the first `init` has asked for; None: all ranks.
 _asked: Any = None
 # Where this process has come in as a spare: the ranks that have not.
@@ -45,11 +46,6 @@ class Message(NamedTuple):
     report: Any
     rank: int
     sets: list[list[int] | None]
-
-
-def pool() -> Pool | None:
-    """Return the pool of this job's ranks and spares; None: without HVDLITE_ELASTIC."""
-    return _pool
 
 
 def take_holders() -> list[int] | None:
@@ -82,7 +78,8 @@ class Start(Recovery):
 
     def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
         global _holders
-        pool = _pool if self._again else _find_pool(MPI, comm, settings)
+        if not self._again:
+            _find_pool(MPI, comm, settings)
         assert pool is not None
         if pool.place[1] > 1:
             mpi.leave_unfinalized()
@@ -109,29 +106,28 @@ class Start(Recovery):
                 lane.refuse(_NO_STATE)
 
 
-def _find_pool(MPI: Any, comm: Any, settings: Settings) -> Pool:  # noqa: N803
-    """Return the pool, with the ranks for which `init` asks, and the spares."""
-    global _pool, _asked
+def _find_pool(MPI: Any, comm: Any, settings: Settings) -> None:  # noqa: N803
+    """Find the pool, with the ranks for which `init` asks, and the spares."""
+    global pool, _asked
     if comm == MPI.COMM_WORLD:
         comm = None
-    if _pool is not None and comm is not None and comm not in (_asked, _pool.world):
+    if pool is not None and comm is not None and comm not in (_asked, pool.world):
         if settings.spares:
             raise ValueError(
-                f"rank {_pool.rank}: comm={comm!r} is not what init() got first "
+                f"rank {pool.rank}: comm={comm!r} is not what init() got first "
                 f"({_asked!r}), and spares wait for those ranks; give the same, or use no "
                 "spares"
             )
-        _pool = None  # the script has others in mind
-    if _pool is None:
+        pool = None  # the script has others in mind
+    if pool is None:
         _asked = comm
         processes = world.choose(MPI, comm)
         spares.check(settings, processes.size)
         if processes.size > 1:
             require_survival(MPI, processes)
-        _pool = Pool(MPI, processes, settings.spares)
+        pool = Pool(MPI, processes, settings.spares)
         if settings.spares:
-            atexit.register(_pool.end)
-    return _pool
+            atexit.register(pool.end)
 
 
 def _with_ranks(

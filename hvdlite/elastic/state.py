@@ -159,7 +159,7 @@ class State(Restorable):
             timestamp, told = self._host_messages.get()
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
-        pool = start.pool()
+        pool = start.pool
         died = pool is not None and pool.lacks(world.size())
         removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
         mine = np.array([newest, removed, added, resizing.wants_stop()], np.float64)
