@@ -24,19 +24,19 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
     "world": (2, 799, "world"),
-    "observe": (2, 1252, "observe"),
+    "observe": (2, 1245, "observe"),
     "transport": (3, 3738, "transport"),
     "engine": (4, 3774, "engine"),
-    "compression": (5, 2834, "compression"),
+    "compression": (5, 2811, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
-    "recipe": (7, 2408, "recipe"),
+    "recipe": (7, 2404, "recipe"),
     "torch": (8, 5794, "torch"),
-    "tensorflow": (8, 2871, "tensorflow"),
-    "keras": (9, 2240, "keras tensorflow.keras"),
+    "tensorflow": (8, 2867, "tensorflow"),
+    "keras": (9, 2239, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2669,
+        2664,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3389, "launch"),
-    "tools": (_TOOLS, 4307, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4306, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -242,7 +242,6 @@ class PassCounter:
 
 
 def _separated(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the gradients and the variables of pairs."""
     listed = list(pairs)
     return [gradient for gradient, _ in listed], [variable for _, variable in listed]
 

@@ -111,10 +111,8 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.M)
 _NAMED = re.compile(rf"(?<!\S)({'|'.join(_NAMED_KINDS)}): ")
 
 
-def named_by(error: Exception) -> Exception:
+def named_by(error: tf.errors.OpError) -> tf.errors.OpError:
     """Return an error as the class that its text names; itself if that is none of these classes."""
-    if not isinstance(error, tf.errors.OpError):
-        return error
     named = _NAMED.search(error.message)
     if named is None:
         return error

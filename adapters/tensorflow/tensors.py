@@ -128,8 +128,6 @@ def rows_like(tensor: tf.Tensor) -> tf.TensorSpec:
 
 
 def _refuse_replicas() -> None:
-    if not tf.distribute.has_strategy():
-        return
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
         raise ArgumentError(

@@ -118,7 +118,10 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
         raise ValueError(f"the arrays take {end} bytes, the file has {size - 8 - length} for them")
     arrays = {name: _read_array(file, entry) for name, entry in entries}
     if not metadata.keys() & {_KEY, _CHECKSUM}:
-        return _foreign_structure(list(arrays), tensor_key), list(arrays.values())
+        leaves: list[Any] = [{"array": [number, None]} for number in range(len(arrays))]
+        if tensor_key:
+            leaves = [{"dict": [[tensor_key, leaf]]} for leaf in leaves]
+        return {"dict": list(map(list, zip(arrays, leaves, strict=True)))}, list(arrays.values())
     if str(zlib.crc32(metadata[_KEY].encode())) != metadata[_CHECKSUM]:
         raise ValueError("the tree does not match its checksum")
     own = json.loads(metadata[_KEY])
@@ -127,13 +130,6 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
         if [name, *layout] != _layout(name, arrays[name]):
             raise ValueError(f"{name!r} does not match its layout or its checksum")
     return own["tree"], [arrays[name] for name, *_ in own["arrays"]]
-
-
-def _foreign_structure(names: list[str], tensor_key: str) -> Any:
-    leaves: list[Any] = [{"array": [number, None]} for number in range(len(names))]
-    if tensor_key:
-        leaves = [{"dict": [[tensor_key, leaf]]} for leaf in leaves]
-    return {"dict": [list(item) for item in zip(names, leaves, strict=True)]}
 
 
 def _read_array(file: IO[bytes], entry: dict[str, Any]) -> npt.NDArray[Any]:

@@ -78,7 +78,6 @@ class Advice:
         return sent / self.measurements[0].seconds if self.measurements else float("inf")
 
     def __str__(self) -> str:
-        """Return a table and a recommendation."""
         if self.size == 1:
             return "one rank exchanges nothing: use no compression"
         head = f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"
