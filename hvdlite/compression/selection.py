@@ -106,7 +106,7 @@ def _merge(chosen: Any, tied: Any) -> Any:
 
 
 def _search(values: Any, compare: np.ufunc, limit: Any, most: int | None = None) -> Any:
-    """Return the indices of the magnitudes (of the first ``most``) that compare so to a limit."""
+    """Return the indices of magnitudes that compare so to a limit; ``most`` of them, or all."""
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]
     most = values.size if most is None else most

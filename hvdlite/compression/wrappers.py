@@ -123,9 +123,6 @@ class WarmUp(Wrapper):
         strategy.exchange(bucket, transport)
 
 
-Rule = Callable[[Parameter], Strategy]
-
-
 @dataclass(frozen=True, repr=False)
 class ByParameter(Strategy):
     """Let a rule choose the strategy for each parameter's gradient.
@@ -147,7 +144,7 @@ class ByParameter(Strategy):
         ValueError: ``among`` is empty.
     """
 
-    rule: Rule
+    rule: Callable[[Parameter], Strategy]
     among: Sequence[Strategy]
 
     def __post_init__(self) -> None:
