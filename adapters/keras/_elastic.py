@@ -156,10 +156,7 @@ class UpdateBatchStateCallback(_StateCallback):
     """
 
     attribute = "batch"
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._left_out = 0
+    _left_out = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
@@ -218,11 +215,8 @@ class UpdateEpochStateCallback(_StateCallback):
     """
 
     attribute = "epoch"
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self._first: int | None = None
-        self._ended = 0
+    _first: int | None = None
+    _ended = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)

@@ -123,7 +123,7 @@ class ReplicaChecks:
             named = [(name, weakref.ref(source)) for name, source in named_variables(sources)]
             given: Given | None = [] if for_session() else None
 
-            def values() -> list[tuple[str, Find]]:
+            def values() -> list[tuple[str, Callable[[], Any]]]:
                 if given is not None:
                     names = enumerate(name for name, _ in named)
                     return [(weight_label(name), partial(_nth, given, n)) for n, name in names]
@@ -144,9 +144,6 @@ class ReplicaChecks:
 
         own = [label] if for_session() else []
         return self._checks.of(variables, make, id(process_set), *own)
-
-
-Find = Callable[[], Any]
 
 
 def named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:
