@@ -23,15 +23,15 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
-    "world": (2, 799, "world"),
+    "world": (2, 810, "world"),
     "observe": (2, 1245, "observe"),
-    "transport": (3, 3738, "transport"),
-    "engine": (4, 3774, "engine"),
+    "transport": (3, 3766, "transport"),
+    "engine": (4, 3780, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5794, "torch"),
+    "torch": (8, 5865, "torch"),
     "tensorflow": (8, 2864, "tensorflow"),
     "keras": (9, 2239, "keras tensorflow.keras"),
     "elastic": (
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1278,
+        1279,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
