@@ -261,6 +261,7 @@ class Training:
 
     def _begin_anew(self):
         if self.program.draw.random() < 0.04 and self.is_for_all:
+            hvd.barrier()  # one that is still in its backward pass could send nothing afterwards
             hvd.shutdown()
             hvd.init()
 
@@ -326,7 +327,8 @@ class Training:
             found = torch.nn.utils.clip_grad_norm_(self.own.trained(optimizer), *arguments)
         else:
             found = optimizer.clip_grad_norm_(*arguments)
-        assert step.overflows or found.item() == pytest.approx(norm.item(), rel=1e-2)
+        limit = max(1e-2, *(LIMITS[dtype] for dtype in self.program.dtypes))
+        assert step.overflows or found.item() == pytest.approx(norm.item(), rel=limit)
 
     def _check_closure(self, step, optimizer, weights):
         """Let a closure compute the gradients; its loss is averaged, or added up, as they are."""
