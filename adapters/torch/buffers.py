@@ -35,7 +35,7 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 #: The copies of a gradient: slices of the flat gradient, and their flat copies.
 Copies = list[tuple[slice, torch.Tensor]]
 
-_tensor = torch.Tensor
+
 _layout, _identity = operator.attrgetter("layout"), operator.attrgetter("_cdata")
 _requires_grad = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
@@ -157,7 +157,7 @@ class GradientBuffers:
         self._is_lent = False
         if self._lends:
             views = [each for each in self._results if each is not None]
-            self._storages = [*map(_identity, map(_tensor.untyped_storage, views))]
+            self._storages = [*map(_identity, map(torch.Tensor.untyped_storage, views))]
             self._counts = self._count_views()
 
     def _count_views(self) -> list[int]:
@@ -283,7 +283,7 @@ class GradientBuffers:
         """Let small gradients become views of the averages, or copy these if any is shared."""
         results = self._results  # a call for each takes longer
         averages: list[Any] = [*map(results.__getitem__, numbers)]
-        if self._lends and {*map(type, averages)} == {_tensor} and _are_alone(gradients):
+        if self._lends and {*map(type, averages)} == {torch.Tensor} and _are_alone(gradients):
             self._is_lent = True
             for bucket, _ in self._small:
                 self._exchange.buckets.lane.release(bucket.arrays.result)
@@ -378,14 +378,14 @@ def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
     The conditions are those of `GradientBuffers._can_replace_memory`.
     """
     assert _use_count is not None
-    storages = [*map(_tensor.untyped_storage, gradients)]
+    storages = [*map(torch.Tensor.untyped_storage, gradients)]
     return (
         max(map(_use_count, map(_identity, storages))) <= _ALONE
         and all(map(torch.UntypedStorage.resizable, storages))
         and not any(map(torch.UntypedStorage.is_shared, storages))
-        and all(map(_tensor.is_contiguous, gradients))
+        and all(map(torch.Tensor.is_contiguous, gradients))
         and not any(map(_requires_grad, gradients))
-        and {*map(type, gradients)} == {_tensor}
+        and {*map(type, gradients)} == {torch.Tensor}
     )
 
 
