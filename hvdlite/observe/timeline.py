@@ -167,10 +167,11 @@ class Timeline:
                     part = records[begin : begin + _EVENTS_PER_WRITE]
                     self._file.append([each for record in part for each in self._events(record)])
         except Exception as error:  # Training continues without a timeline.
-            _forget(self)
             _log.warning("rank %d: the timeline %s ends here: %s", self._rank, self.path, error)
         finally:
             self._file.close()
+            # Last, so that whoever sees no timeline also finds the warning and the file closed.
+            _forget(self)
 
     def _events(self, record: _Record) -> Iterator[Event]:
         phase, row, name, start, end, args = record
