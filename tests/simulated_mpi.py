@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ _PENDING = object()
 ANY_SOURCE = -1
 BYTE, IN_PLACE, COMM_TYPE_SHARED, UNDEFINED = "BYTE", "IN_PLACE", "SHARED", -32766
 MIN, MAX, SUM, PROD = np.minimum, np.maximum, np.add, np.multiply
+Datatype = SimpleNamespace(fromcode=str)
 SUCCESS, ERR_PENDING, ERR_IN_STATUS, ERR_PROC_FAILED, ERR_REVOKED = 0, 18, 17, 75, 76
 ERR_PROC_FAILED_PENDING = 77
 
@@ -520,7 +522,8 @@ class Comm:
     def Allreduce(self, send: Any, result: Any, op: Any) -> None:  # noqa: N802
         """Reduce in place."""
         assert send is IN_PLACE
-        result[...] = _reduced(self._all("Allreduce", result.copy()), op)
+        array = _array(result)
+        array[...] = _reduced(self._all("Allreduce", array.copy()), op)
 
     def Iallreduce(self, send: Any, result: Any, op: Any) -> Request:  # noqa: N802
         """Begin to reduce."""

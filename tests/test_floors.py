@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
     "world": (2, 810, "world"),
     "observe": (2, 1245, "observe"),
-    "transport": (3, 3766, "transport"),
+    "transport": (3, 3767, "transport"),
     "engine": (4, 3780, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1980, "collectives"),

@@ -221,8 +221,9 @@ class MPITransport(Transport):
             return
         if result is not send:
             result[...] = send
+        kind = self._mpi.Datatype.fromcode(result.dtype.char)  # not found for unaligned arrays
         for part in _parts(result):
-            self._comm.Allreduce(self._mpi.IN_PLACE, part, self._ops[op])
+            self._comm.Allreduce(self._mpi.IN_PLACE, [part, kind], self._ops[op])
         result[...] = scaling.apply(result)
 
     def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:

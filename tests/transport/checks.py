@@ -351,6 +351,18 @@ def arrays_of_its_own(transport: Transport) -> None:
             assert tail.tobytes() == kept[len(kept) - tail.nbytes :]
 
 
+def unaligned_arrays(transport: Transport) -> None:
+    """Numbers may begin at any address, as those of a file that is read as a whole."""
+    for dtype in ("float16", "float32", "complex64", "int64"):
+        for size in (7, 100_003):
+            arrays = samples(transport.size, dtype, size)
+            own = arrays[transport.rank]
+            array = np.empty(own.nbytes + 1, np.uint8)[1:].view(own.dtype)
+            array[...] = own
+            transport.allreduce(array, array, Sum, Scaling())
+            check_reduction(array, arrays, Sum)
+
+
 def again_and_again(transport: Transport) -> None:
     """A prepared allreduce serves for other values, and after other collectives."""
     for dtype, size in itertools.product(("float32", "bfloat16"), (0, 1, 1777)):
@@ -456,6 +468,7 @@ EVERYTHING = (
     allgather,
     broadcast,
     arrays_of_its_own,
+    unaligned_arrays,
     again_and_again,
     zero_copy_parts,
     several_at_once,
