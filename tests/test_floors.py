@@ -24,9 +24,9 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
     "world": (2, 810, "world"),
-    "observe": (2, 1245, "observe"),
+    "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
-    "engine": (4, 3780, "engine"),
+    "engine": (4, 3783, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),

@@ -337,6 +337,8 @@ class Lane:
                 self._devices.abort("hvdlite was shut down on this rank")
                 self._join(1.0)
         self._release()
+        if deferred:
+            leave()
         return self.rounds.closed
 
     def _join(self, seconds: float) -> bool:

@@ -193,16 +193,17 @@ def start(
         in_charge.watch(MPI, whole, values, _enter)
         return Engine(MPI, whole, values, supervisor=in_charge)
 
-    _engine = in_charge.form(MPI, comm, values, build)
-    whole, _run = _engine.world, run
+    formed = in_charge.form(MPI, comm, values, build)
+    whole = formed.world
     interrupts.install()
     status.install(_pending)
-    _lost = None
     _note_leaving(False)
     _keep_files_together()
+    sets = ProcessSets(MPI, whole, formed)
+    # Together: if a signal's handler raises before, there is nothing to shut down, and else all.
+    _engine, _sets, _run, _lost = formed, sets, run, None
     world.enter(whole)
     parts.enter(division)
-    _sets = ProcessSets(MPI, whole, _engine)
     if not _hooked:
         _hooked = True
         atexit.register(leave_world)  # at the end of a program that has done what it should
@@ -210,7 +211,7 @@ def start(
             _log.warning("%s", line)
     try:
         for each in in_charge.process_sets:
-            _sets.add(each, of=whole)
+            sets.add(each, of=whole)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
         if is_first:
@@ -220,7 +221,7 @@ def start(
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise
-    in_charge.begin(_engine)
+    in_charge.begin(formed)
 
 
 def _enter(whole: world.World) -> None:
@@ -255,7 +256,7 @@ def leave_world() -> bool:
         return False
     if _engine is not None and _sets is not None:
         _note_leaving(True)
-        _ending = _sets, world.rank(), _engine.settings.shutdown_timeout_seconds
+        _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
         _engine = _sets = None
         world.enter(None)
     if _ending is None:
@@ -263,9 +264,6 @@ def leave_world() -> bool:
     ending, rank, limit = _ending
     start = time.monotonic()
     ended = ending.close()
-    _ending = None
-    interrupts.uninstall()
-    status.install(_pending)
     if not ended and time.monotonic() - start >= limit:
         _log.warning(
             "rank %d: left without the others, which did not call shutdown() within %.0f s",
@@ -274,6 +272,9 @@ def leave_world() -> bool:
         )
     # Otherwise communication failed earlier, and its waiters have got the error.
     timeline.stop()
+    interrupts.uninstall()
+    status.install(_pending)
+    _ending = None
     return ended
 
 

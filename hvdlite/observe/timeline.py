@@ -236,8 +236,8 @@ def stop() -> None:
     """Write the remaining events, and stop recording; without a timeline, do nothing."""
     ending = current
     if ending is not None:
-        _forget(ending)
         ending.close()
+        _forget(ending)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -16,6 +16,7 @@ import hvdlite as hvd
 from hvdlite.base import interrupts
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.engine import Handle, handle, runtime
+from hvdlite.observe import timeline
 from hvdlite.world import world
 from tests.forks import run_forked
 from tests.harness import ranks, run_script
@@ -203,6 +204,53 @@ def test_an_exception_may_come_at_any_moment():
                 except Stop:
                     caught += 1
     assert hvd.allreduce(caught, op=hvd.Min) > 10
+
+
+@ranks(1)
+@pytest.mark.parametrize("moment", ["engine.runtime.ProcessSets", "world.world.enter"])
+def test_after_an_exception_in_init_it_can_be_called_again(monkeypatch, moment):
+    hvd.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hvdlite.{moment}", stop)
+        with pytest.raises(Stop):
+            hvd.init()
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.rank() == 0
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [1.0, 1.0]
+
+
+@ranks(1)
+@pytest.mark.parametrize("moment", ["observe.timeline.Timeline.close", "observe.status.install"])
+def test_after_an_exception_in_shutdown_it_can_be_called_again(monkeypatch, tmp_path, moment):
+    hvd.init()
+    hvd.start_timeline(tmp_path / "trace.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hvdlite.{moment}", stop)
+        with pytest.raises(Stop):
+            hvd.shutdown()
+    hvd.shutdown()
+    assert timeline.current is None
+    hvd.init()
+    hvd.start_timeline(tmp_path / "trace.json")
+    hvd.stop_timeline()
+
+
+@ranks(1, 2)
+def test_a_signal_in_the_last_moment_of_shutdown_is_not_lost(monkeypatch):
+    hvd.init()
+    transport = runtime.engine().named.transport
+    close, seen = transport.close, []
+
+    def signal_and_close():
+        signal.raise_signal(signal.SIGALRM)
+        assert not seen
+        close()
+
+    monkeypatch.setattr(transport, "close", signal_and_close)
+    with handling(lambda *_: seen.append(1)):
+        hvd.shutdown()
+    assert seen == [1]
 
 
 def test_handlers_of_the_users_are_what_python_shows_and_are_given_back():
