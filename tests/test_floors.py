@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "transport": (3, 3767, "transport"),
     "engine": (4, 3783, "engine"),
     "compression": (5, 2808, "compression"),
-    "collectives": (6, 1980, "collectives"),
+    "collectives": (6, 1990, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2404, "recipe"),
     "torch": (8, 5865, "torch"),

@@ -53,6 +53,8 @@ def checked_array(array: Any, out: Any = None) -> Any:
     array = as_array(array)
     if out is not None:
         check_out(out, array)
+        if np.may_share_memory(out, array):  # they are one, though perhaps not one object
+            return out
     return array
 
 

@@ -197,6 +197,14 @@ class Group(Operation):
         """The tensors of all operations."""
         return [tensor for operation in self._operations for tensor in operation.tensors]
 
+    def protect(self) -> None:
+        for operation in self._operations:
+            operation.protect()
+
+    def restore(self) -> None:
+        for operation in self._operations:
+            operation.restore()
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[Any]:
         results: dict[int, Any] = {}
         known = _split(payloads, self._operations)
