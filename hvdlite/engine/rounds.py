@@ -270,6 +270,7 @@ class Rounds:
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
         handle = operation.handle  # read first: once removed, the operation may be resubmitted
+        operation.failure = None  # next time there may be none
         self._next_pause = _FIRST_PAUSE
         self._queue.remove([operation])
         handle.finish(error=error)
