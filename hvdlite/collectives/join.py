@@ -7,12 +7,13 @@ zeros (`_allreduce_zeros` in ``allreduce.py``). `Join.execute` runs once all ran
 
 from __future__ import annotations
 
-import struct
+import pickle
 import time
 from collections.abc import Sequence
 
 from hvdlite.base.interrupts import uninterrupted
 from hvdlite.engine import Engine, runtime
+from hvdlite.engine.calls import Calls
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import HorovodInternalError
@@ -25,6 +26,8 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     Until then this rank takes part with zeros in the allreduces of the others, those of gradients
     included; averages still divide by the number of all ranks. Other collectives raise on the
     ranks that call them meanwhile.
+
+    Calls without a name are paired anew afterwards, however many each rank has made.
 
     The weights of a joined rank stop changing. Afterwards broadcast the weights of the returned
     rank, which has taken every step.
@@ -57,19 +60,25 @@ def join(process_set: ProcessSet = global_process_set) -> int:
 def _submit_joins(engine: Engine) -> None:
     if not engine.joins:  # otherwise an earlier call was interrupted in its wait
         lanes = (engine.gradients, engine.named)
-        engine.joins.extend([lane.submit(Join("join()")) for lane in lanes])
+        engine.joins.extend([lane.submit(Join(engine.calls)) for lane in lanes])
 
 
 class Join(Operation):
-    """A wait until every rank has joined; until then this one takes part with zeros."""
+    """A wait until every rank has joined; until then this one takes part with zeros.
+
+    Args:
+        calls: The calls without a name, of which this rank may have made fewer than others.
+    """
 
     stall_exempt = joins = True
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, Signature((("the operation", "join"),)))
+    def __init__(self, calls: Calls) -> None:
+        super().__init__("join()", Signature((("the operation", "join"),)))
+        self._calls = calls
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
-        waited = time.monotonic() - self.submitted
-        messages = transport.gather(struct.pack("<d", waited))
-        times = [struct.unpack("<d", message)[0] for message in messages]
-        return transport.members[times.index(min(times))]
+        here = time.monotonic() - self.submitted, self._calls.counts
+        messages = map(pickle.loads, transport.gather(pickle.dumps(here)))
+        waited, counts = zip(*messages, strict=True)
+        self._calls.catch_up(counts)
+        return transport.members[waited.index(min(waited))]

@@ -68,6 +68,7 @@ class Engine:
         named: Lane of operations that users submit by name.
         settings: The settings, with ``overlap`` decided.
         joins: Handles of a join that has begun.
+        calls: The calls without a name.
 
     Args:
         world: The ranks; each lane gets a transport of its own.
@@ -93,7 +94,7 @@ class Engine:
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.joins: list[Handle] = []
-        self._calls = Calls(self.named.operations)
+        self.calls = Calls(self.named.operations)
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -159,7 +160,7 @@ class Engine:
         place = _place.get()
         if isinstance(place, str):
             return f"{kind}.{place}"
-        return self._calls.name(kind, place)
+        return self.calls.name(kind, place)
 
     def pending(self) -> list[Pending]:
         """Return the operations of all lanes that have not ended."""

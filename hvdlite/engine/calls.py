@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -141,10 +142,14 @@ class Calls:
     Where ranks call from different places, the place of the lowest rank counts on the others, too,
     from then on, so that they agree as quickly as if it were one. That holds for this rank's place,
     not for other ranks': where calls cross, the places of a pair are exchanged, and differ.
+
+    Attributes:
+        counts: How many there have been of each kind, as the ranks number them.
     """
 
     def __init__(self, in_flight: Container[str]) -> None:
         self._in_flight = in_flight
+        self.counts: Counter[str] = Counter()
         self._last: dict[str, Call] = {}
         self._counting = threading.Lock()
         self._agreed: dict[bytes, bytes] = {}
@@ -161,7 +166,8 @@ class Calls:
         thread = threading.get_ident()
         with self._counting:
             last = self._last.get(kind)
-            number = 0 if last is None else last.number + 1
+            number = self.counts[kind]
+            self.counts[kind] += 1
             self._last[kind] = call = Call(f"{kind}.noname.{number}")
             call.calls, call.kind, call.number = self, kind, number
             call.place, call.thread = place, thread
@@ -176,6 +182,13 @@ class Calls:
                     if call.mixture:
                         call.agreed = os.urandom(16)
         return call
+
+    def catch_up(self, everywhere: Iterable[Counter[str]]) -> None:
+        """Go on after the calls of all ranks, of which each may have missed some."""
+        with self._counting:
+            for counts in everywhere:
+                self.counts |= counts
+            self._last.clear()
 
     def learn(self, call: Call, reports: Mapping[int, Report]) -> bool:
         """Take on what all ranks have found to be one call, made at different places.

@@ -53,6 +53,19 @@ def test_joined_ranks_count_as_zeros(size):
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
+@ALL
+def test_calls_without_a_name_are_paired_anew_afterwards(size):
+    new_world()
+    for _ in range(3):
+        for _ in range(steps_of(hvd.rank())):
+            hvd.allreduce(np.ones(1))
+            hvd.grouped_allreduce([np.ones(1)])
+        hvd.join()
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
+        assert hvd.grouped_allreduce([np.ones(1)], op=hvd.Sum) == [[size]]
+        assert hvd.broadcast_object(hvd.rank(), size - 1) == size - 1
+
+
 @SEVERAL
 def test_the_rank_that_joins_last(size):
     new_world()
