@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import multiprocessing.process
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ _hooked = False
 _run = Run("", 0)
 # Rank and size in a world that failed and has no successor.
 _lost: tuple[int, int] | None = None
+# Held by the thread that starts or ends a world.
+_one_by_one = threading.RLock()
 
 
 def engine(process_set: ProcessSet | None = None) -> Engine:
@@ -132,16 +135,17 @@ def init(
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    if _engine is not None:
-        return
-    if _ending is not None:
-        shutdown()
-    if isinstance(process_sets, str) and process_sets != "dynamic":
-        raise ValueError(
-            f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
-        )
-    given = () if isinstance(process_sets, str) else process_sets or ()
-    start(comm, [_as_process_set(each) for each in given], virtual_ranks)
+    with _one_by_one:
+        if _engine is not None:
+            return
+        if _ending is not None:
+            shutdown()
+        if isinstance(process_sets, str) and process_sets != "dynamic":
+            raise ValueError(
+                f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
+            )
+        given = () if isinstance(process_sets, str) else process_sets or ()
+        start(comm, [_as_process_set(each) for each in given], virtual_ranks)
 
 
 def start(
@@ -254,28 +258,29 @@ def leave_world() -> bool:
     # A child of a rank (a data loader's worker) has no lanes and must not end its parent's.
     if world.is_child:
         return False
-    if _engine is not None and _sets is not None:
-        _note_leaving(True)
-        _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
-        _engine = _sets = None
-        world.enter(None)
-    if _ending is None:
-        return False
-    ending, rank, limit = _ending
-    start = time.monotonic()
-    ended = ending.close()
-    if not ended and time.monotonic() - start >= limit:
-        _log.warning(
-            "rank %d: left without the others, which did not call shutdown() within %.0f s",
-            rank,
-            limit,
-        )
-    # Otherwise communication failed earlier, and its waiters have got the error.
-    timeline.stop()
-    interrupts.uninstall()
-    status.install(_pending)
-    _ending = None
-    return ended
+    with _one_by_one:
+        if _engine is not None and _sets is not None:
+            _note_leaving(True)
+            _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
+            _engine = _sets = None
+            world.enter(None)
+        if _ending is None:
+            return False
+        ending, rank, limit = _ending
+        start = time.monotonic()
+        ended = ending.close()
+        if not ended and time.monotonic() - start >= limit:
+            _log.warning(
+                "rank %d: left without the others, which did not call shutdown() within %.0f s",
+                rank,
+                limit,
+            )
+        # Otherwise communication failed earlier, and its waiters have got the error.
+        timeline.stop()
+        interrupts.uninstall()
+        status.install(_pending)
+        _ending = None
+        return ended
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

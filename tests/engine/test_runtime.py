@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,18 @@ class TestInit:
             hvd.shutdown()
             assert not hvd.is_initialized()
             hvd.shutdown()
+
+    @ranks(1, 2)
+    def test_several_threads_may_start_and_end_it(self, size):
+        hvd.shutdown()
+        with ThreadPoolExecutor(3) as threads:
+            for _ in range(5):
+                for started in [threads.submit(hvd.init) for _ in range(3)]:
+                    started.result()
+                assert total() == [size] * 3
+                for ended in [threads.submit(hvd.shutdown) for _ in range(3)]:
+                    ended.result()
+                assert not hvd.is_initialized()
 
     @ranks(2)
     def test_communicators_are_given_back(self):
