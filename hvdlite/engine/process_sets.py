@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import pickle
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from hvdlite.base.interrupts import deferred, leave
 from hvdlite.engine import Engine, Lane
-from hvdlite.engine.operation import Barrier
+from hvdlite.engine.operation import Barrier, Gather, Signature
 from hvdlite.errors import ranks_text
 from hvdlite.observe.status import Pending
 from hvdlite.world import world
@@ -25,10 +26,12 @@ class ProcessSet:
     `add_process_set`, which all ranks call with the same sets, members or not.
 
     Args:
-        ranks_or_comm: The ranks, in any order, or an mpi4py communicator of them.
+        ranks_or_comm: The ranks, in any order, or an mpi4py communicator of them. Communicators may
+            differ, as those of ``MPI_Comm_split`` do: each rank's object is the set that it is in.
 
     Attributes:
         process_set_id: A number, the same on all ranks; None: it is not registered.
+        comm: The communicator, if it was made of one.
         ranks: The ranks in ascending order; None for a communicator's set that is not registered.
 
     Raises:
@@ -39,9 +42,9 @@ class ProcessSet:
     ranks: list[int] | None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        self._comm = None
+        self.comm = None
         if hasattr(ranks_or_comm, "Get_group"):
-            self._comm, self.ranks = ranks_or_comm, None
+            self.comm, self.ranks = ranks_or_comm, None
         else:
             self.ranks = _sorted(ranks_or_comm)
 
@@ -75,8 +78,8 @@ class ProcessSet:
             ValueError: there are none, one is named twice or does not exist.
         """
         ranks = self.ranks
-        if self._comm is not None:
-            group = self._comm.Get_group()
+        if self.comm is not None:
+            group = self.comm.Get_group()
             positions = range(group.size)
             ranks = sorted(group.Translate_ranks(list(positions), whole.group))
         ranks = ranks or []
@@ -172,7 +175,18 @@ class ProcessSets:
         for other in self._sets.values():
             if other.ranks == self._whole.numbers(ids):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
-        self._agree("add_process_set", ("the ranks of the process set", ids))
+        # Communicators may divide the ranks, each of which then knows the set that it is in.
+        name = self._global.unnamed("add_process_set")
+        signature = Signature((("the operation", "add_process_set"),))
+        own = pickle.dumps(None if process_set.comm is None else ids)
+        found = [*map(pickle.loads, self._global.named.run(Gather(name, signature, own)))]
+        if None in found:
+            self._agree("add_process_set", ("the ranks of the process set", ids))
+            found = [ids]
+        for each in dict.fromkeys(found):
+            self._form(process_set if each == ids else ProcessSet(self._whole.numbers(each)), each)
+
+    def _form(self, process_set: ProcessSet, ids: Sequence[int]) -> None:
         number, self._next = self._next, self._next + 1
 
         def make(part: World) -> Engine:

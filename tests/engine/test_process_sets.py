@@ -256,6 +256,25 @@ def test_sets_given_to_init(size):
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
+@SEVERAL
+def test_communicators_that_divide_the_ranks(size):
+    """The second of the three ways in Horovod's documentation."""
+    hvd.shutdown()
+    whole = mpi.load().COMM_WORLD
+    for _ in range(2):
+        parity = whole.rank % 2
+        mine = hvd.ProcessSet(whole.Split(parity, whole.rank))
+        hvd.init(whole, process_sets=[mine, [0, 1]] if size > 2 else [mine])
+        members = list(range(parity, size, 2))
+        assert mine.ranks == members
+        assert mine.process_set_id == 1 + parity
+        assert mine.rank() == members.index(hvd.rank())
+        assert hvd.allreduce(hvd.rank(), op=hvd.Sum, process_set=mine) == sum(members)
+        assert hvd.allgather_object(hvd.rank(), process_set=mine) == members
+        hvd.shutdown()
+    hvd.init()
+
+
 @ranks(4, settings={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
 def test_members_on_several_nodes():
     hvd.init()
