@@ -27,7 +27,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     included; averages still divide by the number of all ranks. Other collectives raise on the
     ranks that call them meanwhile.
 
-    Calls without a name are paired anew afterwards, however many each rank has made.
+    Afterwards the ranks number their calls without a name alike, however many each has made.
 
     The weights of a joined rank stop changing. Afterwards broadcast the weights of the returned
     rank, which has taken every step.

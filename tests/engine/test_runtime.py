@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +58,19 @@ class TestInit:
                 for ended in [threads.submit(hvd.shutdown) for _ in range(3)]:
                     ended.result()
                 assert not hvd.is_initialized()
+
+    @ranks(1)
+    def test_the_end_of_a_program_does_not_wait_for_init(self, size, monkeypatch):
+        hvd.shutdown()
+        starts, goes_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(runtime, "start", lambda *_: (starts.set(), goes_on.wait(60)))
+        with ThreadPoolExecutor(2) as threads:
+            threads.submit(hvd.init)
+            assert starts.wait(60)
+            try:
+                threads.submit(runtime.leave_world).result(10)
+            finally:
+                goes_on.set()
 
     @ranks(2)
     def test_communicators_are_given_back(self):
