@@ -192,6 +192,33 @@ def test_gradients_that_come_in_other_ways(make, loss_of, passes):
 
 
 @ranks(2)
+@pytest.mark.parametrize("numel", [8, 70_000])
+def test_gradients_that_cannot_be_written_to(numel):
+    """They repeat one element, or are lazily conjugated, and a program keeps them."""
+
+    def make():
+        model = torch.nn.Module()
+        model.real = torch.nn.Parameter(torch.ones(numel, dtype=torch.float64))
+        model.complex = torch.nn.Parameter(torch.full((numel,), 1 + 2j, dtype=torch.complex128))
+        return model
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer, kept = wrap(sgd(model)), []
+        for step in range(STEPS):
+            mean = part(data_of(step)).mean()
+            optimizer.zero_grad()
+            (model.complex.conj() * torch.complex(mean, 2 * mean)).real.sum().backward()
+            model.real.grad = mean.expand(numel)
+            kept.append(model.complex.grad.view(numel))
+            assert model.complex.grad.is_conj()
+            optimizer.step()
+        model.complex = torch.nn.Parameter(torch.view_as_real(model.complex.detach()))
+
+    check_alike(train, make)
+
+
+@ranks(2)
 def test_layers_that_are_frozen_and_thawed_between_steps():
     def train(models, wrap, part):
         (model,) = models
