@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -129,6 +130,7 @@ class GradientHooks:
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
+        self._arrival = threading.RLock()
         self._takes_over = False  # from an optimizer that may still be used
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
@@ -229,7 +231,8 @@ class GradientHooks:
             if not hooks._step.is_open:
                 hooks.exchange.wait_for_order()
             try:
-                hooks._on_gradient(number)
+                with hooks._arrival:  # backward passes may run in several threads
+                    hooks._on_gradient(number)
             finally:
                 if deferred:
                     leave()

@@ -1,6 +1,7 @@
 """Common patterns around a training step, against one process on all ranks' data."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -24,6 +25,11 @@ def make_model(seed=0, inputs=4, outputs=2):
     return torch.nn.Sequential(
         torch.nn.Linear(inputs, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)
     ).double()
+
+
+def make_deep_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(16)]).double()
 
 
 def data_of(step, columns=4):
@@ -231,6 +237,23 @@ def test_layers_that_are_frozen_and_thawed_between_steps():
             optimizer.step()
 
     check_alike(train, make_model)
+
+
+@ranks(2)
+def test_backward_passes_in_two_threads_at_once():
+    def train(models, wrap, part):
+        parameters = [each for model in models for each in model.parameters()]
+        for trial in range(8):  # the threads meet in the first steps of an optimizer
+            optimizer = wrap(torch.optim.SGD(parameters, lr=0.01))
+            for step in range(3):
+                optimizer.zero_grad()
+                losses = [square(model, part(data_of(trial + step))) for model in models]
+                with ThreadPoolExecutor() as threads:
+                    for done in [threads.submit(loss.backward) for loss in losses]:
+                        done.result()
+                optimizer.step()
+
+    check_alike(train, make_deep_model, make_deep_model)
 
 
 @ranks(2)
