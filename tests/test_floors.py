@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5876, "torch"),
+    "torch": (8, 5882, "torch"),
     "tensorflow": (8, 2864, "tensorflow"),
     "keras": (9, 2239, "keras tensorflow.keras"),
     "elastic": (

@@ -33,6 +33,12 @@ _MAX_MISSES = 3
 # With fewer gradients than this a bucket has no C hooks: they would not pay.
 _FEWEST = 4
 
+#: What to do where a loss passes through the layers of two optimizers.
+FREEZE = (
+    "in a backward pass that is for another optimizer, as a GAN's generator has one, freeze this "
+    "one's parameters by requires_grad_(False)"
+)
+
 _gradient_of, _has_begun = attrgetter("grad"), attrgetter("has_begun")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
@@ -273,7 +279,7 @@ class GradientHooks:
             )
         return (
             f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
-            f"step() or synchronize(){owner}; {remedy}"
+            f"step() or synchronize(){owner}; {remedy}; {FREEZE}"
         )
 
     def _open_step(self) -> None:
