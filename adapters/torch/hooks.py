@@ -489,8 +489,9 @@ class GradientHooks:
 
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
-        for number in self._step.behind:  # from now on behind the others
-            self._replace(number, None)
+        if torch._C._current_graph_task_id() == -1:  # else it is one of the others that steps
+            for number in self._step.behind:  # from now on behind the others
+                self._replace(number, None)
         for bucket_hooks in self._bucket_hooks:
             chosen = bucket_hooks.choose_c_hooks() if allowed else []
             if chosen != bucket_hooks.c_hooks:

@@ -240,6 +240,26 @@ def test_layers_that_are_frozen_and_thawed_between_steps():
 
 
 @ranks(2)
+def test_steps_in_the_backward_pass():
+    """A parameter's hook takes its step, and frees its gradient before the next one is made."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizers = {each: wrap(torch.optim.Adam([each])) for each in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(STEPS):
+            square(model, part(data_of(number))).backward()
+
+    check_alike(train, make_model)
+
+
+@ranks(2)
 def test_backward_passes_in_two_threads_at_once():
     def train(models, wrap, part):
         parameters = [each for model in models for each in model.parameters()]
