@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "world": (2, 810, "world"),
     "observe": (2, 1245, "observe"),
     "transport": (3, 3766, "transport"),
-    "engine": (4, 3780, "engine"),
+    "engine": (4, 3788, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1980, "collectives"),
     "gradients": (7, 3206, "gradients"),
