@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -258,12 +258,11 @@ class GradientBuffers:
         if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
             for number in numbers:
                 if gradients[number] is None or gradients[number].layout is not torch.strided:
-                    parameter = self._parameters[number]
-                    empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
-                    gradients[number] = parameter.grad = empty
+                    gradients[number] = self._new_gradient(number)
         self._write_averages(gradients, numbers)
         for number, axes in self._exchange.densified.items():
-            self._parameters[number].grad = gradients[number].to_sparse(axes)
+            parameter = self._parameters[number]
+            parameter.grad = cast(torch.Tensor, parameter.grad).to_sparse(axes)
 
     def _write_averages(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
         if any(self.large):
@@ -293,7 +292,16 @@ class GradientBuffers:
             return
         averages = [self._average(n) if results[n] is None else results[n] for n in numbers]
         with torch.no_grad():
-            torch._foreach_copy_(gradients, averages)
+            try:
+                torch._foreach_copy_(gradients, averages)
+            except RuntimeError:  # of one that repeats an element, or is a view as conjugates
+                torch._foreach_copy_([*map(self._new_gradient, numbers)], averages)
+
+    def _new_gradient(self, number: int) -> torch.Tensor:
+        """Give a parameter a gradient of its own memory, without values, and return it."""
+        parameter = self._parameters[number]
+        parameter.grad = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+        return parameter.grad
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]

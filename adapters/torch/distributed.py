@@ -269,7 +269,7 @@ class ProcessGroup(_Base):
 
         def describe(name: str, out: Any) -> Operation:
             reduction.check(op, array.dtype)
-            _check_part(out, array, sizes[self.getRank()], what)
+            _check_parts(out, array, sizes, self.getRank(), what)
             return Reducescatter(name, array, op, factor, 1.0, array.dtype, out, sizes)
 
         return self._into(what, [output], describe, opts)
@@ -301,9 +301,7 @@ class ProcessGroup(_Base):
         array = _array(tensor, "all_gather")
 
         def describe(name: str, out: Any) -> Operation:
-            _check_part(array, out, sizes[self.getRank()], "all_gather")
-            if sum(sizes) != out.size:
-                raise ValueError(f"all_gather: {sum(sizes)} elements do not fit {out.size}")
+            _check_parts(array, out, sizes, self.getRank(), "all_gather")
             return Allgather(name, array, out=out, sizes=sizes)
 
         return self._into("all_gather", outputs, describe, opts)
@@ -451,11 +449,12 @@ def _together(tensors: Tensors, what: str) -> Any:
     return _array(torch.cat([each.detach().reshape(-1) for each in tensors]), what)
 
 
-def _check_part(part: Any, whole: Any, size: int, what: str) -> None:
-    if part.size != size or part.dtype != whole.dtype:
+def _check_parts(part: Any, whole: Any, sizes: Sequence[int], rank: int, what: str) -> None:
+    if part.size != sizes[rank] or part.dtype != whole.dtype or sum(sizes) != whole.size:
         raise ValueError(
-            f"{what}: this rank's part has {part.size} elements of {part.dtype.name}; expected "
-            f"{size} of {whole.dtype.name}"
+            f"rank {world.rank()}: {what} got a part of {part.size} elements of {part.dtype.name} "
+            f"and a whole of {whole.size} of {whole.dtype.name}; the parts of all ranks are "
+            f"{[*sizes]}, and add up to the whole"
         )
 
 

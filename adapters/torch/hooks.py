@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 _MAX_MISSES = 3
 # With fewer gradients than this a bucket has no C hooks: they would not pay.
 _FEWEST = 4
+
+#: What to do where a loss passes through the layers of two optimizers.
+FREEZE = (
+    "in a backward pass that is for another optimizer, as a GAN's generator has one, freeze this "
+    "one's parameters by requires_grad_(False)"
+)
 
 _gradient_of, _has_begun = attrgetter("grad"), attrgetter("has_begun")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
@@ -129,6 +136,7 @@ class GradientHooks:
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
+        self._arrival = threading.RLock()
         self._takes_over = False  # from an optimizer that may still be used
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
@@ -229,7 +237,8 @@ class GradientHooks:
             if not hooks._step.is_open:
                 hooks.exchange.wait_for_order()
             try:
-                hooks._on_gradient(number)
+                with hooks._arrival:  # backward passes may run in several threads
+                    hooks._on_gradient(number)
             finally:
                 if deferred:
                     leave()
@@ -270,7 +279,7 @@ class GradientHooks:
             )
         return (
             f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
-            f"step() or synchronize(){owner}; {remedy}"
+            f"step() or synchronize(){owner}; {remedy}; {FREEZE}"
         )
 
     def _open_step(self) -> None:
@@ -480,8 +489,9 @@ class GradientHooks:
 
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
-        for number in self._step.behind:  # from now on behind the others
-            self._replace(number, None)
+        if torch._C._current_graph_task_id() == -1:  # else it is one of the others that steps
+            for number in self._step.behind:  # from now on behind the others
+                self._replace(number, None)
         for bucket_hooks in self._bucket_hooks:
             chosen = bucket_hooks.choose_c_hooks() if allowed else []
             if chosen != bucket_hooks.c_hooks:

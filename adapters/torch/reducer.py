@@ -235,7 +235,7 @@ class Reducer:
     ) -> list[tuple[CudaMemory | None, list[torch.Tensor]]]:
         """Group parameters by device, the host's first; memory is None for exchanges by the host.
 
-        Autograd has a thread for each device, so the hooks of one group run one at a time.
+        Autograd has a thread for each device, so the hooks of one group seldom meet.
         """
         groups: dict[int, tuple[CudaMemory | None, list[torch.Tensor]]] = {}
         for parameter in parameters:

@@ -28,7 +28,7 @@ from hvdlite.gradients.metadata import checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.hooks import remove_hooks
+from hvdlite.torch.hooks import FREEZE, remove_hooks
 from hvdlite.torch.reducer import Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
@@ -280,10 +280,10 @@ class Distributed(Wrapped):
         if self._reducer.in_flight:
             raise RuntimeError(
                 f"{call} was called after backward() and before step() or synchronize(), "
-                "while gradients are being exchanged; call one of these first. If backward() has "
-                "failed half-way on this rank, leave all gradients as they are, and call "
-                "optimizer.step(batch_size=0): then those of the other ranks count alone, where "
-                "all ranks pass their batch_size in every step"
+                f"while gradients are being exchanged; call one of these first; {FREEZE}. If "
+                "backward() has failed half-way on this rank, leave all gradients as they are, and "
+                "call optimizer.step(batch_size=0): then those of the other ranks count alone, "
+                "where all ranks pass their batch_size in every step"
             )
 
     @property

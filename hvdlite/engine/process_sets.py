@@ -68,6 +68,14 @@ class ProcessSet:
         """Return whether this process is a member; None: the set is not registered."""
         return None if self.process_set_id is None else world.rank() in (self.ranks or ())
 
+    # A set is registered itself, and not what equals it: a model's copy has the set of the model.
+
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        return self
+
+    def __reduce__(self) -> Any:
+        return "global_process_set" if self is global_process_set else (ProcessSet, (self.ranks,))
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 

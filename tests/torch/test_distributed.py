@@ -382,6 +382,11 @@ def test_mistakes_of_a_rank_are_named_at_once(size):
         dist.all_gather([torch.ones(1)], torch.ones(1))
     with pytest.raises(ValueError, match="Bitwise_and is not defined for dtype float32"):
         dist.all_reduce(torch.ones(1), Op.BAND)
+    for numel in (3, 8):
+        with pytest.raises(ValueError, match=rf"part of 3 .* whole of {numel} .*\[3, 3\]"):
+            dist.reduce_scatter_single(torch.ones(3), torch.ones(numel))
+        with pytest.raises(ValueError, match=rf"part of 3 .* whole of {numel} .*\[3, 3\]"):
+            dist.all_gather_single(torch.ones(numel), torch.ones(3))
     eighths = torch.ones(4).to(torch.float8_e5m2)
     dist.broadcast(eighths, 0)
     with pytest.raises(TypeError, match="float8"):

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 
@@ -249,6 +250,24 @@ def test_conversion_keeps_what_a_layer_has():
     other = torch.nn.ModuleDict({"a": alone, "b": alone})
     hvd.convert_sync_batchnorm(other)
     assert other["a"] is other["b"]
+
+
+@ranks(3)
+def test_a_copy_of_a_layer_has_its_process_set():
+    """Momentum encoders and averaged weights are copies; torch.save pickles whole models."""
+    hvd.init()
+    pair = hvd.add_process_set([0, 2])
+    whole = sync_layer(plain_layer())
+    part = sync_layer(plain_layer(), process_set=pair)
+    inputs = batch_of(hvd.rank(), (2, 2))
+    expected = whole(inputs)
+    for layer in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
+        assert torch.equal(layer(inputs), expected)
+    if pair.included():
+        assert torch.equal(copy.deepcopy(part)(inputs), part(inputs))
+    hvd.remove_process_set(pair)
+    part.process_set = hvd.add_process_set(pickle.loads(pickle.dumps(pair)))
+    assert part.process_set.ranks == [0, 2]
 
 
 @ranks(2)

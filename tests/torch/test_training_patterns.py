@@ -1,6 +1,7 @@
 """Common patterns around a training step, against one process on all ranks' data."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -24,6 +25,11 @@ def make_model(seed=0, inputs=4, outputs=2):
     return torch.nn.Sequential(
         torch.nn.Linear(inputs, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)
     ).double()
+
+
+def make_deep_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(16)]).double()
 
 
 def data_of(step, columns=4):
@@ -192,6 +198,33 @@ def test_gradients_that_come_in_other_ways(make, loss_of, passes):
 
 
 @ranks(2)
+@pytest.mark.parametrize("numel", [8, 70_000])
+def test_gradients_that_cannot_be_written_to(numel):
+    """They repeat one element, or are lazily conjugated, and a program keeps them."""
+
+    def make():
+        model = torch.nn.Module()
+        model.real = torch.nn.Parameter(torch.ones(numel, dtype=torch.float64))
+        model.complex = torch.nn.Parameter(torch.full((numel,), 1 + 2j, dtype=torch.complex128))
+        return model
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer, kept = wrap(sgd(model)), []
+        for step in range(STEPS):
+            mean = part(data_of(step)).mean()
+            optimizer.zero_grad()
+            (model.complex.conj() * torch.complex(mean, 2 * mean)).real.sum().backward()
+            model.real.grad = mean.expand(numel)
+            kept.append(model.complex.grad.view(numel))
+            assert model.complex.grad.is_conj()
+            optimizer.step()
+        model.complex = torch.nn.Parameter(torch.view_as_real(model.complex.detach()))
+
+    check_alike(train, make)
+
+
+@ranks(2)
 def test_layers_that_are_frozen_and_thawed_between_steps():
     def train(models, wrap, part):
         (model,) = models
@@ -204,6 +237,43 @@ def test_layers_that_are_frozen_and_thawed_between_steps():
             optimizer.step()
 
     check_alike(train, make_model)
+
+
+@ranks(2)
+def test_steps_in_the_backward_pass():
+    """A parameter's hook takes its step, and frees its gradient before the next one is made."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizers = {each: wrap(torch.optim.Adam([each])) for each in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(STEPS):
+            square(model, part(data_of(number))).backward()
+
+    check_alike(train, make_model)
+
+
+@ranks(2)
+def test_backward_passes_in_two_threads_at_once():
+    def train(models, wrap, part):
+        parameters = [each for model in models for each in model.parameters()]
+        for trial in range(8):  # the threads meet in the first steps of an optimizer
+            optimizer = wrap(torch.optim.SGD(parameters, lr=0.01))
+            for step in range(3):
+                optimizer.zero_grad()
+                losses = [square(model, part(data_of(trial + step))) for model in models]
+                with ThreadPoolExecutor() as threads:
+                    for done in [threads.submit(loss.backward) for loss in losses]:
+                        done.result()
+                optimizer.step()
+
+    check_alike(train, make_deep_model, make_deep_model)
 
 
 @ranks(2)
