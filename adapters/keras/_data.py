@@ -9,7 +9,9 @@ import keras
 import numpy as np
 
 from hvdlite import recipe
+from hvdlite.keras._values import to_array
 from hvdlite.recipe import Sharding
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.recipe.batches import Batches, take
 from hvdlite.world import parts
 
@@ -44,8 +46,13 @@ def shard(
 
         model.fit(hvd.shard((images, labels), batch_size=64), epochs=10)
     """
+    data = map_leaves(_as_array, data, is_leaf=lambda part: isinstance(part, list))
     batches = recipe.shard(data, batch_size, shuffle, seed, rank, size, allow_empty)
     return ShardedData(data, batches) if isinstance(batches, Batches) else batches
+
+
+def _as_array(part: Any) -> Any:
+    return to_array(part) if keras.ops.is_tensor(part) else part  # TensorFlow's take no indices
 
 
 class ShardedData(keras.utils.PyDataset):
