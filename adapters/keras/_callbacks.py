@@ -375,7 +375,9 @@ class BestModelCheckpoint:
 
     filepath: Any
     model: Any
+    monitor_op: Any
     set_model: Callable[[Any], None]
+    _set_monitor_op: Callable[[], None]
 
     def __init__(
         self,
@@ -411,6 +413,8 @@ class BestModelCheckpoint:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if world.rank() == 0:
+            if self.monitor_op is None:  # Keras 3 chooses it at the end of an epoch, which is late
+                self._set_monitor_op()
             with self._atomic_files():
                 super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 

@@ -335,6 +335,9 @@ def test_the_best_model_is_kept_by_rank_zero():
             callback.on_epoch_end(2, {"loss": 0.0})
         assert (folder / "best.keras").read_bytes() == before
         assert [path.name for path in folder.iterdir()] == ["best.keras"]
+    often = hvd.callbacks.BestModelCheckpoint("loss", save_freq=1, filepath=folder / "often.keras")
+    fit(model, optimizer, *map(own, data()), BATCH, callbacks=[often])
+    assert (folder / "often.keras").exists() == (hvd.rank() == 0)
     with pytest.raises(ValueError, match="no path"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
