@@ -30,10 +30,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
     "gradients": (7, 3206, "gradients"),
-    "recipe": (7, 2404, "recipe"),
+    "recipe": (7, 2407, "recipe"),
     "torch": (8, 5882, "torch"),
-    "tensorflow": (8, 2864, "tensorflow"),
-    "keras": (9, 2239, "keras tensorflow.keras"),
+    "tensorflow": (8, 2870, "tensorflow"),
+    "keras": (9, 2275, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2658,

@@ -275,7 +275,9 @@ class LearningRateScheduleCallback:
             return
         if not self.staircase:
             assert self.steps_per_epoch is not None
-            self._set(self.initial_lr * self.multiplier(epoch + batch / self.steps_per_epoch))
+            # With steps_per_execution, of the last batch that the call of Keras takes.
+            last = min(batch + batches_per_call(self.model), self.steps_per_epoch) - 1
+            self._set(self.initial_lr * self.multiplier(epoch + last / self.steps_per_epoch))
         elif batch == 0:
             self._set(self.initial_lr * self.multiplier(epoch))
 
@@ -317,7 +319,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            done = (epoch + 1.0 / self.steps_per_epoch) / warmup_epochs
+            done = min((epoch + 1.0 / self.steps_per_epoch) / warmup_epochs, 1.0)
             return (1.0 + done * (world.size() - 1)) / world.size()
 
         super().__init__(
@@ -373,7 +375,9 @@ class BestModelCheckpoint:
 
     filepath: Any
     model: Any
+    monitor_op: Any
     set_model: Callable[[Any], None]
+    _set_monitor_op: Callable[[], None]
 
     def __init__(
         self,
@@ -409,6 +413,8 @@ class BestModelCheckpoint:
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if world.rank() == 0:
+            if self.monitor_op is None:  # Keras 3 chooses it at the end of an epoch, which is late
+                self._set_monitor_op()
             with self._atomic_files():
                 super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 

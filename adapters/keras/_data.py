@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import keras
 import numpy as np
 
 from hvdlite import recipe
+from hvdlite.keras._values import to_array
 from hvdlite.recipe import Sharding
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.recipe.batches import Batches, take
 from hvdlite.world import parts
 
@@ -28,14 +31,16 @@ def shard(
     ``fit``, ``evaluate`` and ``predict`` take what this returns. A pair of inputs and targets gets
     weights of samples as a third part there: 1, except at the end of an epoch, where a remainder
     may give one rank a sample more than another. They make the mean over the ranks that of all
-    samples. A loop over it is one over `hvdlite.recipe.batches.Batches`.
+    samples. Weights of your own are a third part of the data, in the place of ``class_weight``, and
+    are multiplied by these. A loop over it is one over `hvdlite.recipe.batches.Batches`.
 
     Args:
         data: As for `hvdlite.shard`, like all other arguments.
 
     Returns:
-        A ``keras.utils.PyDataset`` of this rank's batches, in a new order in each epoch, whether
-        or not ``fit`` shuffles; of an iterable without a length its `hvdlite.recipe.Stream`.
+        A ``keras.utils.PyDataset`` of this rank's batches, in a new order in each epoch, the same
+        on all ranks, whether or not ``fit`` shuffles; of an iterable without a length its
+        `hvdlite.recipe.Stream`.
 
     Raises:
         ValueError, TypeError: As `hvdlite.shard`.
@@ -44,8 +49,28 @@ def shard(
 
         model.fit(hvd.shard((images, labels), batch_size=64), epochs=10)
     """
+    data = map_leaves(_as_array, data, is_leaf=lambda part: isinstance(part, list))
     batches = recipe.shard(data, batch_size, shuffle, seed, rank, size, allow_empty)
+    _keep_order()
     return ShardedData(data, batches) if isinstance(batches, Batches) else batches
+
+
+@functools.cache
+def _keep_order() -> None:
+    """Keep ``fit`` from shuffling the steps of `ShardedData`, differently on each rank."""
+    original = keras.Model.fit
+
+    @functools.wraps(original)
+    def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, ShardedData):
+            kwargs["shuffle"] = False
+        return original(self, x, *args, **kwargs)
+
+    keras.Model.fit = fit
+
+
+def _as_array(part: Any) -> Any:
+    return to_array(part) if keras.ops.is_tensor(part) else part  # TensorFlow's take no indices
 
 
 class ShardedData(keras.utils.PyDataset):
@@ -77,9 +102,11 @@ class ShardedData(keras.utils.PyDataset):
         _, sharding, all_indices = order  # with what it has computed
         indices = all_indices[step]
         batch = take(self._data, indices)
-        if not isinstance(batch, tuple) or len(batch) != 2:
+        if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             return batch
-        return (*batch, np.full(len(indices), sharding.weights[step], np.float32))
+        factor = sharding.weights[step]
+        given = batch[2] if batch[2:] else np.ones(len(indices), np.float32)
+        return (*batch[:2], keras.tree.map_structure(lambda each: each * factor, given))
 
     def on_epoch_end(self) -> None:
         self._batches.set_epoch(self._batches.position()[0] + 1)

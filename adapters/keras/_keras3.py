@@ -209,7 +209,10 @@ def _reduce_accumulated(
     """
     synchronizer, traced = optimizer._hvdlite, framework.is_traced()
     pending: set[int] = set() if traced else synchronizer.pending
-    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    known = optimizer._trainable_variables_indices
+    indices = [known.get(optimizer._var_key(variable)) for variable in variables]
+    if None in indices:  # a layer has been thawed, say, which Keras refuses
+        return gradients, True
     pending.update(i for i, g in zip(indices, gradients, strict=True) if g is not None)
     accumulators = [optimizer._accumulated_gradients[index] for index in indices]
     # Keras divides by this before it accumulates a gradient.

@@ -78,7 +78,7 @@ def shard(
                 "no first_epoch, allow_empty and state"
             )
         return data.apply(sharded(batch_size))
-    arrays = map_leaves(np.asarray, data, is_leaf=lambda part: isinstance(part, list))
+    arrays = map_leaves(_as_array, data, is_leaf=lambda part: isinstance(part, list))
     batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
     batches.is_ahead = True
     if state is None:
@@ -96,6 +96,10 @@ def shard(
         return dataset  # the first iteration has fewer batches than the others, or a later one more
     cardinality = len(batches) * len(parts.current.share)
     return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
+def _as_array(part: Any) -> Any:
+    return part if hasattr(part, "chunks") else np.asarray(part)  # in a file (h5py) it stays there
 
 
 def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:

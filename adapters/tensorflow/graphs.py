@@ -73,7 +73,9 @@ def _place() -> calls.Place:
         from tensorflow.python.util.tf_stack import extract_stack
     except ImportError:  # not a public name; without it such calls are not told apart
         return calls.place_of(())
-    return calls.place_of((each.filename, each.lineno) for each in reversed(extract_stack()))
+    frames = ((each.filename, each.lineno) for each in reversed(extract_stack()))
+    # Of a function that a traced one makes AutoGraph tells its own file, another in each process.
+    return calls.place_of(each for each in frames if "__autograph_generated_" not in each[0])
 
 
 def for_session() -> bool:

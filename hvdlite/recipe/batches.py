@@ -283,5 +283,8 @@ def take(data: Any, indices: npt.NDArray[np.int64]) -> Any:
     if hasattr(data, "iloc"):  # a data frame's brackets would take columns or labels
         return data.iloc[indices]
     if hasattr(data, "shape") and hasattr(data, "dtype"):
-        return data[indices]
+        if not hasattr(data, "chunks"):
+            return data[indices]
+        order = np.argsort(indices)  # in a file (h5py), whose rows are read in increasing order
+        return data[indices[order]][np.argsort(order)]
     return [data[index] for index in indices.tolist()]

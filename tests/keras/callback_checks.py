@@ -272,6 +272,15 @@ def test_learning_rates_follow_their_schedules():
     np.testing.assert_allclose(found, [0.3] * 6 + [0.003] * 3 + [0.0003] * 3, rtol=1e-5)
     found, _ = rates(schedule(0.3, lambda epoch: 1 + epoch, staircase=False, end_epoch=1))
     np.testing.assert_allclose(found, [0.3, 0.4, 0.5] + [0.5] * 9, rtol=1e-5)
+    # A call of Keras for several batches has the rate of the last one; the end is never exceeded.
+    for epochs, per_call, expected in ((1, 2, ramp[3::2]), (0.5, 3, [0.3])):
+        callback = hvd.callbacks.LearningRateWarmupCallback(0.3, epochs, steps_per_epoch=3)
+        optimizer = keras.optimizers.SGD(0.5)
+        parts = {"optimizer": optimizer, "steps_per_execution": per_call}
+        callback.set_model(type("Model", (), parts)())
+        for batch, rate in zip(range(0, 3, per_call), expected, strict=True):
+            callback.on_train_batch_begin(batch)
+            np.testing.assert_allclose(float(optimizer.learning_rate), rate, rtol=1e-5)
     callback = hvd.callbacks.LearningRateWarmupCallback(0.3)
     callback.set_params({"steps": None})
     with pytest.raises(ValueError, match="steps_per_epoch"):
@@ -326,6 +335,9 @@ def test_the_best_model_is_kept_by_rank_zero():
             callback.on_epoch_end(2, {"loss": 0.0})
         assert (folder / "best.keras").read_bytes() == before
         assert [path.name for path in folder.iterdir()] == ["best.keras"]
+    often = hvd.callbacks.BestModelCheckpoint("loss", save_freq=1, filepath=folder / "often.keras")
+    fit(model, optimizer, *map(own, data()), BATCH, callbacks=[often])
+    assert (folder / "often.keras").exists() == (hvd.rank() == 0)
     with pytest.raises(ValueError, match="no path"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 

@@ -70,17 +70,26 @@ def test_sharded_data_in_fit():
             everyone = np.concatenate(hvd.allgather_object(rows))
             np.testing.assert_array_equal(np.sort(everyone[:, 0]), np.sort(x[:, 0]))
         assert not np.array_equal(*seen)
-        looped = np.concatenate([part for part, _ in hvd.shard((x, y), BATCH, seed=5)])
+        tensors = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+        looped = np.concatenate([part for part, _ in hvd.shard(tensors, BATCH, seed=5)])
         np.testing.assert_array_equal(looped, seen[0])
         model = make_model()
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
         model.compile(optimizer, "mse", jit_compile=False)
-        batches = hvd.shard((x, y), BATCH)
+        weights = np.linspace(0.5, 2.0, samples, dtype=np.float32)
+        batches = hvd.shard((x, y, weights), BATCH)
         with exchanges() as count:
             model.fit(batches, epochs=2, shuffle=shuffles, verbose=0)
         assert len(count) == 2 * len(batches)
         assert batches.position()[0] >= 2  # Keras may look at a batch, and end an epoch, before
         assert same_on_all_ranks(model.get_weights())
+        expected = make_model()
+        expected.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        last = batches.position()[0]
+        for epoch in range(last - 2, last):
+            for step in batches.sharding.global_batches(epoch):
+                expected.train_on_batch(x[step], y[step], sample_weight=weights[step])
+        assert close(model.get_weights(), expected.get_weights())
 
 
 def test_the_ranks_that_are_left_share_the_data_in_fit():

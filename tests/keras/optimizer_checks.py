@@ -340,6 +340,17 @@ def test_what_is_refused():
     assert flat([v.numpy() for v in optimizer.variables]).size == 2
 
 
+def test_a_layer_that_is_thawed_needs_another_optimizer():
+    for accumulation in (None, 2):
+        model = make_model()
+        model.layers[0].trainable = False
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
+        fit(model, hvd.DistributedOptimizer(optimizer), *map(own, data()), BATCH)
+        model.layers[0].trainable = True
+        with pytest.raises(ValueError, match="Unknown variable"):
+            fit(model, optimizer, *map(own, data()), BATCH)
+
+
 def test_an_optimizer_that_is_discarded_is_freed():
     """The state of its compression is freed too, although the variables live on."""
     weights = [keras.Variable(np.zeros(3, np.float32), name=name) for name in "ab"]

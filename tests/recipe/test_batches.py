@@ -69,6 +69,26 @@ def test_a_frame_is_indexed_by_position():
     assert batch.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_file_is_read_in_increasing_order():
+    class File:
+        """A stand-in for a data set of h5py."""
+
+        shape, dtype, chunks = (40, 2), np.dtype(float), None
+        data = np.arange(80.0).reshape(shape)
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, indices):
+            if (np.diff(indices) <= 0).any():
+                raise TypeError("Indexing elements must be in increasing order")
+            return self.data[indices]
+
+    found = zip(shard(File(), 8, rank=0, size=2), shard(File.data, 8, rank=0, size=2), strict=True)
+    for batch, expected in found:
+        np.testing.assert_array_equal(batch, expected)
+
+
 def test_each_iteration_is_the_next_epoch():
     def epoch(found):
         return np.concatenate(list(found)).tolist()

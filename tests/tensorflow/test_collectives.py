@@ -1,3 +1,5 @@
+import logging
+
 import numpy as np
 import pytest
 
@@ -216,6 +218,25 @@ def test_functions_that_ranks_call_in_another_order_cross():
     with pytest.raises(tf.errors.FailedPreconditionError, match="the calls of the ranks cross"):
         second()
     assert equal(hvd.allreduce(tf.ones(1), name="named"), [1.0])
+
+
+@ranks(2)
+def test_a_function_that_a_graph_makes_is_the_same_call_on_all_ranks():
+    """AutoGraph writes it into a file of another name in each process."""
+    hvd.init()
+
+    def make():
+        return lambda value: hvd.allreduce(value)
+
+    @tf.function
+    def step(value):
+        return make()(value)
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("hvdlite"), "handle", said.append)
+        assert equal(step(tf.fill([2], float(hvd.rank()))), [0.5, 0.5])
+    assert not hvd.allgather_object(said)[0]
 
 
 @ranks(2)

@@ -7,6 +7,7 @@ from tests.harness import ranks
 
 pytest.importorskip("tensorflow")
 
+import h5py  # which Keras needs
 import keras
 import tensorflow as tf
 
@@ -76,6 +77,18 @@ def test_a_dataset_goes_on_in_the_middle_of_an_epoch(size):
         hvd.shard(np.arange(50), 3, first_epoch=1, state=state)
     with pytest.raises(ValueError, match="samples=51, but the state is one of samples=50"):
         hvd.shard(np.arange(51), 3, state=state)
+
+
+@ranks(2)
+def test_a_file_is_read_batch_by_batch(size):
+    hvd.init()
+    rows = np.arange(40.0).reshape(20, 2)
+    with h5py.File("rows", "w", driver="core", backing_store=False) as file:
+        stored = file.create_dataset("x", data=rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(h5py.Dataset, "__array__", lambda *_: pytest.fail("all of it is read"))
+            found = [batch.numpy().tolist() for batch in hvd.shard(stored, 3, seed=4)]
+    assert found == [batch.numpy().tolist() for batch in hvd.shard(rows, 3, seed=4)]
 
 
 @ranks(1, 2, 3)
