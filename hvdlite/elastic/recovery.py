@@ -235,6 +235,10 @@ class Recovery(Supervisor):
                     self._form_world(lanes, error)
             except HorovodInternalError as failure:
                 self._failure = failure
+            except Exception as failure:  # of memory, say; the lanes that wait must fail, too
+                rank = self._gathering.comm.rank
+                self._failure = HorovodInternalError(f"rank {rank}: no recovery: {failure!r}")
+                self._failure.__cause__ = failure
             finally:
                 with self._changed:
                     self._under_way = False

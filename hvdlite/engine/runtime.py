@@ -255,8 +255,8 @@ def shutdown() -> None:
 def leave_world() -> bool:
     """Do what `shutdown` does, before another world is formed; return whether all ranks have."""
     global _engine, _sets, _ending
-    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's. Nor does
-    # one wait for a thread that is in `init`, perhaps for ever.
+    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's. Where a
+    # thread is in `init`, perhaps for ever, there is nothing to wait for.
     if world.is_child or (_engine is None and _ending is None):
         return False
     with _one_by_one:

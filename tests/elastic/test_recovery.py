@@ -125,6 +125,26 @@ print(mine[0][0], mine[1][0])
     assert run(code, 3)[0] == ["2.0 2.0"] * 2
 
 
+def test_a_rank_without_memory_for_the_recovery_leaves_it_to_the_others():
+    code = """
+from hvdlite.elastic.recovery import Recovery
+def short(*args):
+    raise MemoryError("no room")
+if start == 1:
+    Recovery._tell = short
+if start == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    print(hvd.allreduce(1.0, op=hvd.Sum))
+except hvd.HorovodInternalError as error:
+    print(error)
+"""
+    (total, told), stderr = run(code, 3)
+    assert "rank 1: no recovery: MemoryError('no room')" in told
+    assert total == "1.0"
+    assert "left without the others" not in stderr  # no lane of rank 1 waits for them
+
+
 def test_what_the_user_is_told():
     _, stderr = run("start == 1 and os._exit(3)\nhvd.allreduce(1.0)", 2)
     lines = stderr.splitlines()
