@@ -103,7 +103,7 @@ def test_the_rank_that_failed_is_named(end, code, text):
     fail = f"if rank == 1: time.sleep(0.3); {end}\nif rank: time.sleep(60)"
     started = time.monotonic()
     result = hvdliterun("-np", 3, *script(fail))  # Rank 0 leaves early, and well.
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 40
     assert result.returncode == code
     lines = result.stderr.splitlines()
     assert lines[-1] == f"hvdliterun: rank 1 on host {HOST} {text}"

@@ -81,7 +81,7 @@ def test_mpirun_is_ended_quietly_when_a_rank_asks_for_it(server, report):
     report(1, 3, end=True)
     started = time.monotonic()
     assert run("import time; time.sleep(60)", server)[0] == 3
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monkeypatch):
@@ -90,7 +90,7 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
     ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
     assert run(ignore, server, quiet_end=None)[0] == 3
-    assert 0.4 <= time.monotonic() - started < 3
+    assert 0.4 <= time.monotonic() - started < 30
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ time.sleep(60)
     later = f"sleep 0.3; kill -{int(number)} {os.getpid()}"
     with subprocess.Popen(["sh", "-c", later]):
         assert run(script, server) == (code, "")
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 30
     assert signal.getsignal(number) is previous
 
 
