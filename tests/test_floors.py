@@ -29,9 +29,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3817, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
-    "gradients": (7, 3206, "gradients"),
+    "gradients": (7, 3210, "gradients"),
     "recipe": (7, 2404, "recipe"),
-    "torch": (8, 5865, "torch"),
+    "torch": (8, 5879, "torch"),
     "tensorflow": (8, 2864, "tensorflow"),
     "keras": (9, 2239, "keras tensorflow.keras"),
     "elastic": (
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1279,
+        1284,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
