@@ -29,9 +29,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3826, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
-    "gradients": (7, 3206, "gradients"),
+    "gradients": (7, 3210, "gradients"),
     "recipe": (7, 2407, "recipe"),
-    "torch": (8, 5882, "torch"),
+    "torch": (8, 5896, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2275, "keras tensorflow.keras"),
     "elastic": (
@@ -40,10 +40,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2013, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2011, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1279,
+        1284,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.arguments import check_count, check_groups
 from hvdlite.base.reduction import Average, ReduceOp
@@ -19,6 +20,7 @@ from hvdlite.gradients.options import (
     gradient_path,
     make_options,
 )
+from hvdlite.torch.reducer import Names
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import Distributed, Wrapped
 
@@ -151,11 +153,11 @@ def _check_optimizer(optimizer: Any) -> None:
 def _names_of(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> dict[torch.Tensor, str]:
+) -> Names:
     """Return names by parameter, in the order of registration."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
-        return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
+        return Names((parameter, f"parameter.{number}") for number, parameter in enumerate(own))
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
     if not all(map(_is_named, pairs)):
         raise ValueError(
@@ -173,7 +175,9 @@ def _names_of(
             "pass the named parameters of every module that the optimizer updates"
         )
     members = set(own)
-    return {parameter: name for name, parameter in pairs if parameter in members}
+    named = Names((parameter, name) for name, parameter in pairs if parameter in members)
+    named.given = WeakTensorKeyDictionary({parameter: name for name, parameter in pairs})
+    return named
 
 
 def _is_named(pair: Any) -> bool:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,7 +52,7 @@ class Reducer:
 
     def __init__(
         self,
-        names: dict[torch.Tensor, str],
+        names: Names,
         options: Options,
         state: StrategyState,
         label: str,
@@ -275,15 +276,25 @@ class Reducer:
         )
 
 
-def in_order(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> list[Any]:
+class Names(dict[torch.Tensor, str]):
+    """The names of an optimizer's parameters, in the order of their registration.
+
+    Attributes:
+        given: the user's names, also those of parameters that the optimizer may get later.
+    """
+
+    given: Mapping[torch.Tensor, str] = MappingProxyType({})
+
+
+def in_order(names: Names, parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Sort parameters as they were registered; name those that have come since."""
     fresh = [parameter for parameter in parameters if parameter not in names]
-    taken = {*names.values()} if fresh else set()
+    taken = {*names.values(), *names.given.values()} if fresh else set()
     for parameter in fresh:
         number = len(names)  # or more: names of removed parameters are free
         while f"parameter.{number}" in taken:
             number += 1
-        names[parameter] = f"parameter.{number}"
+        names[parameter] = names.given.get(parameter, f"parameter.{number}")
         taken.add(names[parameter])
     order = {parameter: number for number, parameter in enumerate(names)}
     return sorted(parameters, key=order.__getitem__)

@@ -164,7 +164,7 @@ def tensor_weights(
             Moment(key, to_array(tensor.detach()), partial(_copy, tensor))
             for key, tensor in sorted(moments(number).items())
             if isinstance(tensor, torch.Tensor)
-            and tensor.is_floating_point()
+            and (tensor.is_floating_point() or tensor.is_complex())
             and tensor.shape == tensors[number].shape
         ]
 

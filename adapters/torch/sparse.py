@@ -75,7 +75,7 @@ def sparse_allreduce_async(
     def wait() -> torch.Tensor:
         (described, rows, _), (values, *_) = on_current_stream(handle.wait())
         described, values = to_tensor(described), to_tensor_like(values, own.values())
-        indices = _indices(name, described.split(rows), own, chosen)
+        indices = _indices(name, described.split(rows), own, chosen, engine.named.members)
         size = len(rows) if chosen is ReduceOp.AVERAGE else 1
         return _sum(indices, values, own, size)
 
@@ -122,16 +122,19 @@ def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _indices(
-    name: str, parts: Sequence[torch.Tensor], own: torch.Tensor, op: ReduceOp
+    name: str,
+    parts: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    op: ReduceOp,
+    members: Sequence[int],
 ) -> torch.Tensor:
     """Return all ranks' indices, of shape (sparse axes, entries), if the headers agree."""
     heads = [part[: 3 + int(part[2])].tolist() for part in parts]
     if any(head != heads[0] for head in heads):
-        found = {_text(head): None for head in heads}
-        by_rank = [
-            f"{text} on {ranks_text([r for r, head in enumerate(heads) if _text(head) == text])}"
-            for text in found
-        ]
+        found: dict[str, list[int]] = {}
+        for rank, head in zip(members, heads, strict=True):
+            found.setdefault(_text(head), []).append(rank)
+        by_rank = [f"{text} on {ranks_text(ranks)}" for text, ranks in found.items()]
         raise MismatchError(
             f"the ranks submitted different sparse tensors as {name!r}: {'; '.join(by_rank)}; "
             "submit the same operation with the same shape on all ranks"

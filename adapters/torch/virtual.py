@@ -24,7 +24,7 @@ from hvdlite.gradients.options import Options
 from hvdlite.gradients.replicas import describe_optimizer
 from hvdlite.recipe.seeding import last_seed, seed_part
 from hvdlite.torch.hooks import remove_hooks
-from hvdlite.torch.reducer import describe, in_order
+from hvdlite.torch.reducer import Names, describe, in_order
 from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
@@ -61,7 +61,7 @@ class VirtualReducer:
 
     def __init__(
         self,
-        names: dict[torch.Tensor, str],
+        names: Names,
         options: Options,
         label: str,
         optimizer: torch.optim.Optimizer,
@@ -472,9 +472,7 @@ class Virtual(Distributed):
     _reducer: Any
 
     @classmethod
-    def wrap(
-        cls, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], options: Options
-    ) -> Any:
+    def wrap(cls, optimizer: torch.optim.Optimizer, names: Names, options: Options) -> Any:
         """Make an optimizer one of this class; refuse what virtual ranks cannot do."""
         refuse_options(options)
         return super().wrap(optimizer, names, options)
@@ -483,7 +481,7 @@ class Virtual(Distributed):
     def _make(
         cls,
         optimizer: torch.optim.Optimizer,
-        names: dict[torch.Tensor, str],
+        names: Names,
         options: Options,
         label: str,
     ) -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import FREEZE, remove_hooks
-from hvdlite.torch.reducer import Reducer, next_label
+from hvdlite.torch.reducer import Names, Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
 
@@ -46,7 +46,7 @@ _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 class Wrapped:
     """The methods that `DistributedOptimizer` adds to every optimizer's class."""
 
-    _parameter_names: dict[torch.Tensor, str]
+    _parameter_names: Names
     param_groups: list[dict[str, Any]]
 
     @property
@@ -109,9 +109,7 @@ class Distributed(Wrapped):
     _evaluating: list[int | None]
 
     @classmethod
-    def wrap(
-        cls, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], options: Options
-    ) -> Any:
+    def wrap(cls, optimizer: torch.optim.Optimizer, names: Names, options: Options) -> Any:
         """Make an optimizer one of this class, or one that steps by itself; return it."""
         if is_outside(options.process_set):
             remove_hooks(names)
@@ -133,7 +131,7 @@ class Distributed(Wrapped):
     def _make(
         cls,
         optimizer: torch.optim.Optimizer,
-        names: dict[torch.Tensor, str],
+        names: Names,
         options: Options,
         label: str,
     ) -> tuple[Any, Any]:
@@ -398,9 +396,7 @@ class Outside(Wrapped):
         """Leave the weights as they are."""
 
 
-def change_class(
-    optimizer: torch.optim.Optimizer, addition: type[Wrapped], names: dict[torch.Tensor, str]
-) -> Any:
+def change_class(optimizer: torch.optim.Optimizer, addition: type[Wrapped], names: Names) -> Any:
     """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
     own = {"__module__": alias or kind.__module__}

@@ -71,6 +71,10 @@ class OptimizerReplica:
                 found["iterations"] = optimizer.iterations
         return found
 
+    def trained(self) -> list[Any]:
+        """Return the weights that the optimizer was built for; none before, or if it is legacy."""
+        return [*getattr(self._optimizer(), "_trainable_variables", ())]
+
     def moments_of(self, variable: Any) -> dict[str, Any]:
         """Return what the optimizer keeps of a variable's shape for it, by name."""
         optimizer = self._optimizer()

@@ -23,6 +23,7 @@ class KerasSteps(GradientPath):
         self._backend = backend
         self.state = synchronizer.state
         self.steps: Any = None
+        self._variables: dict[int, Any] = {}  # of all steps, by id
 
     @staticmethod
     def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
@@ -48,7 +49,11 @@ class KerasSteps(GradientPath):
         check_unweighted(batch_size)
         if is_outside(self._options.process_set):
             return apply(list(gradients))
-        shared = [variables[number] for number in self._local.others(variables)]
+        # A call may train some of them only; what is due, is due for all.
+        for each in (*self._replica.trained(), *variables):
+            self._variables.setdefault(id(each), each)
+        known = [*self._variables.values()]
+        shared = [known[number] for number in self._local.others(known)]
         count, moments = self._count_for(shared), self._replica.moments_of
         averaged = [moments(each) if count.schedule.momentum else {} for each in shared]
         steps = self.steps = self._kind(count, shared, averaged)

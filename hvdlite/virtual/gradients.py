@@ -264,11 +264,11 @@ class VirtualExchange(Operation):
             RuntimeError: as `Turns.end`.
             ValueError: the number of samples is given, and the reduction is no average.
         """
+        if samples is not None:
+            check_weighted(self.reduction.op)
         turns = turns_of(self.size)
         rank = turns.rank
         is_last = turns.end()
-        if samples is not None:
-            check_weighted(self.reduction.op)
         if rank not in self.buckets:
             self.buckets[rank] = self._make_buckets(rank)
         arrays, first = [*gradients, *buffers], len(self.parameters)

@@ -127,6 +127,28 @@ def test_steps_by_train_on_batch_and_local_layers():
     assert close(model.get_weights(), expected.weights())
 
 
+def test_calls_that_train_some_of_the_weights():
+    for schedule in (hvd.Schedule.LocalSGD(2), hvd.Schedule.DiLoCo(4)):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(), schedule=schedule)
+        optimizer.build(model.trainable_variables)
+        for step in range(4):
+            some = model.trainable_variables[step % 2 :: 2]
+            gradients = [keras.ops.ones(each.shape) * (1.0 + hvd.rank()) for each in some]
+            optimizer.apply(gradients, some)
+        assert same_on_all_ranks(model.get_weights())
+        expected = make_model()
+        plain = sgd()
+        plain.build(expected.trainable_variables)
+        for step in range(4):
+            some = expected.trainable_variables[step % 2 :: 2]
+            mean = (1.0 + hvd.size()) / 2
+            plain.apply([keras.ops.ones(each.shape) * mean for each in some], some)
+        pairs = zip(make_model().get_weights(), expected.get_weights(), strict=True)
+        rate = 0.7 * 1.9 if schedule.sends_changes else 1.0
+        assert close(model.get_weights(), [w - rate * (w - end) for w, end in pairs])
+
+
 def test_accumulation_is_that_of_backward_passes():
     first, _, count = trained(hvd.Schedule.Accumulate(2))
     second, _, same = trained(None, backward_passes_per_step=2)

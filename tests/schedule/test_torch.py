@@ -404,10 +404,11 @@ def test_a_step_that_was_given_up_is_forgotten():
     assert torch.equal(*weights)
 
 
-def test_moments_have_the_shape_of_their_parameter():
-    parameter = torch.nn.Parameter(torch.zeros(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_moments_have_the_shape_of_their_parameter(dtype):
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     optimizer = adam([parameter])
-    parameter.grad = torch.ones(3)
+    parameter.grad = torch.ones(3, dtype=dtype)
     optimizer.step()
     assert {"step"} < {*optimizer.state[parameter]}
     weights = tensor_weights([parameter], lambda number: optimizer.state[parameter])

@@ -568,6 +568,39 @@ def test_an_optimizer_that_cannot_be_wrapped_stays_as_it_was(size):
 
 
 @ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.4))},
+        {"schedule": hvd.Schedule.DiLoCo(4)},
+    ],
+)
+def test_parameters_that_come_later_have_the_names_that_were_given(options):
+    hvd.init()
+    states = []
+    for is_whole in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        inner = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        if is_whole:
+            inner.add_param_group({"params": model[0].parameters()})
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+        if is_whole:
+            optimizer.load_state_dict(states[0])
+        else:
+            optimizer.add_param_group({"params": model[0].parameters()})
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        states.append(optimizer.state_dict())
+    kept = repr(states[0]["hvdlite"])
+    assert kept == repr(states[1]["hvdlite"])
+    assert all(repr(name) in kept for name, _ in model.named_parameters())
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+
+
+@ranks(2)
 def test_what_was_frozen_at_first_joins_the_world_of_a_later_init():
     weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))

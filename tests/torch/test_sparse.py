@@ -110,6 +110,17 @@ def test_ranks_that_disagree_get_an_error_on_all(size):
         assert torch.equal(found.to_dense(), size * torch.eye(2))
 
 
+@ranks(3)
+def test_an_error_names_the_ranks_of_a_process_set_as_the_job_does():
+    hvd.init()
+    pair = hvd.add_process_set([1, 2])
+    if hvd.rank():
+        wait = hvd.sparse_allreduce_async(torch.eye(hvd.rank()).to_sparse(), "t", hvd.Sum, pair)
+        with pytest.raises(hvd.HorovodInternalError, match=r"\[1, 1\].* rank 1; .* on rank 2"):
+            wait()
+    hvd.remove_process_set(pair)
+
+
 class Tables(torch.nn.Module):
     """A sparse table, a second one that only some ranks use, and a dense layer."""
 

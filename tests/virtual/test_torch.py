@@ -459,6 +459,19 @@ def test_batch_sizes_of_some_only():
 
 
 @ALL
+def test_a_batch_size_that_is_refused_ends_no_part():
+    with virtual():
+        model = make_model()
+        optimizer = wrap(model, op=hvd.Sum)
+        for x in hvd.shard(data(), batch_size=4):
+            backward(model, x)
+            with pytest.raises(ValueError, match="batch_size weights averages"):
+                optimizer.step(batch_size=len(x))
+            optimizer.step()
+        assert parts.current.step == 2
+
+
+@ALL
 @pytest.mark.parametrize("reaction", ["raise", "skip"])
 def test_gradients_that_are_not_finite(reaction):
     with virtual(HVDLITE_NOT_FINITE=reaction):
