@@ -172,7 +172,8 @@ def start(
         parts.enter(division)
         return
     failures.install(_job_rank)
-    launchers.take_place(parent, values.check_launcher)
+    if not launchers.take_place(parent, values.check_launcher):
+        values = dataclasses.replace(values, elastic=False, spares=0)
     with status.joining():
         MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
@@ -255,8 +256,8 @@ def shutdown() -> None:
 def leave_world() -> bool:
     """Do what `shutdown` does, before another world is formed; return whether all ranks have."""
     global _engine, _sets, _ending
-    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's. A program
-    # whose thread is in `init`, perhaps for ever, leaves without it.
+    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's. A
+    # program whose thread is in `init`, perhaps for ever, leaves without it.
     if world.is_child or (_engine is None and _ending is None):
         return False
     with _one_by_one:
