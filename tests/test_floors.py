@@ -23,7 +23,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
-    "world": (2, 821, "world"),
+    "world": (2, 819, "world"),
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
     "engine": (4, 3827, "engine"),

@@ -173,7 +173,7 @@ def start(
         return
     failures.install(_job_rank)
     if not launchers.take_place(parent, values.check_launcher):
-        values = dataclasses.replace(values, elastic=False, spares=0)
+        values = dataclasses.replace(values, elastic=False, spares=0, timeline="")
     with status.joining():
         MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:

@@ -42,8 +42,8 @@ _OF_A_RANK = re.compile(
     r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH|TORCHELASTIC_)\w+"
     r"|(?:LOCAL_|GROUP_|ROLE_)?RANK"
 )
-# What its launcher has set for the whole job, and another job decides for itself.
-_OF_AN_ELASTIC_JOB = ("HVDLITE_ELASTIC", "HVDLITE_SPARES", "OMPI_MCA_mpi_ft_enable")
+# What is for the job of a rank alone: how it goes on, and the file that it writes.
+_OF_A_JOB = re.compile(r"(?:HVDLITE|HOROVOD)_(?:ELASTIC|SPARES|TIMELINE)|OMPI_MCA_mpi_ft_enable")
 
 
 class Launcher(NamedTuple):
@@ -218,12 +218,10 @@ os.register_at_fork(after_in_child=_leave)
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables by which this process is a rank of a job."""
-    jobs = _OF_AN_ELASTIC_JOB if _identity(environment) else ()
-    return {
-        name: text
-        for name, text in environment.items()
-        if name not in jobs and not _OF_A_RANK.fullmatch(name)
-    }
+    kept = {name: text for name, text in environment.items() if not _OF_A_RANK.fullmatch(name)}
+    if _identity(environment):
+        return {name: text for name, text in kept.items() if not _OF_A_JOB.fullmatch(name)}
+    return kept
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, str]:
