@@ -23,10 +23,10 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1569, "base errors version"),
-    "world": (2, 810, "world"),
+    "world": (2, 819, "world"),
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
-    "engine": (4, 3826, "engine"),
+    "engine": (4, 3827, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
     "gradients": (7, 3210, "gradients"),
@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2275, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2662,
+        2677,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

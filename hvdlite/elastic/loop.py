@@ -63,7 +63,7 @@ def run(
     """
 
     @functools.wraps(func)
-    def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+    def wrapper(state: _State, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         engine = runtime.engine()
         settings = engine.settings
         pool, first_tag = start.pool, 0
@@ -93,7 +93,7 @@ def run(
                 runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
             raise
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # `state=` is Horovod's, if not func's
 
 
 class _Report(NamedTuple):

@@ -333,6 +333,7 @@ class ObjectState(State):
 
     Raises:
         ValueError: the class has an attribute or a method of such a name.
+        TypeError: a value cannot be copied; `commit` and `save` raise it, too.
     """
 
     def __init__(
@@ -359,10 +360,10 @@ class ObjectState(State):
             else:
                 self._names.append(name)
                 setattr(self, name, value)
-        self._saved = copy.deepcopy(self._values())
+        self._saved = self._copies()
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self._values())
+        self._saved = self._copies()
         for handler in self._current():
             handler.save()
 
@@ -409,6 +410,20 @@ class ObjectState(State):
     def reset(self) -> None:
         for handler in self._current():
             handler.reset()
+
+    def _copies(self) -> dict[str, Any]:
+        copies = {}
+        copied: dict[int, Any] = {}  # attributes may share objects
+        for name, value in self._values().items():
+            try:
+                copies[name] = copy.deepcopy(value, copied)
+            except Exception as error:  # whatever its class does
+                raise TypeError(
+                    f"{name!r} of {type(self).__name__} cannot be copied ({type(error).__name__}: "
+                    f"{error}); keep numbers and arrays in a state, of a loss loss.item() or "
+                    "loss.detach(), and open files, locks and iterators outside"
+                ) from error
+        return copies
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}

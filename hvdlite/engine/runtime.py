@@ -172,7 +172,8 @@ def start(
         parts.enter(division)
         return
     failures.install(_job_rank)
-    launchers.take_place(parent, values.check_launcher)
+    if not launchers.take_place(parent, values.check_launcher):
+        values = dataclasses.replace(values, elastic=False, spares=0, timeline="")
     with status.joining():
         MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:

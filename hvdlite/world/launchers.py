@@ -42,6 +42,8 @@ _OF_A_RANK = re.compile(
     r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH|TORCHELASTIC_)\w+"
     r"|(?:LOCAL_|GROUP_|ROLE_)?RANK"
 )
+# What is for the job of a rank alone: how it goes on, and the file that it writes.
+_OF_A_JOB = re.compile(r"(?:HVDLITE|HOROVOD)_(?:ELASTIC|SPARES|TIMELINE)|OMPI_MCA_mpi_ft_enable")
 
 
 class Launcher(NamedTuple):
@@ -156,14 +158,17 @@ def find_parent(environment: Mapping[str, str] = os.environ) -> Parent | None:
 
 def take_place(
     parent: Parent | None, is_refused: bool, environment: MutableMapping[str, str] = os.environ
-) -> None:
+) -> bool:
     """Make this process the rank that its identity says, or, if another process is, a job of one.
+
+    Returns:
+        Whether it is that rank.
 
     Raises:
         LauncherError: the latter is refused; the message says what to do.
     """
     if parent is None and _take(_identity(environment)):
-        return
+        return True
     if is_refused:
         whose = "a process of the same rank that has called it before"
         if parent is not None:
@@ -176,6 +181,7 @@ def take_place(
         )
     for name in environment.keys() - without_rank(environment):
         del environment[name]
+    return False
 
 
 def _take(identity: Mapping[str, str]) -> bool:
@@ -212,7 +218,10 @@ os.register_at_fork(after_in_child=_leave)
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables by which this process is a rank of a job."""
-    return {name: text for name, text in environment.items() if not _OF_A_RANK.fullmatch(name)}
+    kept = {name: text for name, text in environment.items() if not _OF_A_RANK.fullmatch(name)}
+    if _identity(environment):
+        return {name: text for name, text in kept.items() if not _OF_A_JOB.fullmatch(name)}
+    return kept
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, str]:

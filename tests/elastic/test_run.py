@@ -91,6 +91,17 @@ def listen():
     return handler.buffer
 
 
+@ranks(1, 2)
+def test_the_state_may_be_given_by_its_name(size):
+    hvd.init()
+
+    @hvd.elastic.run
+    def run(state, more):
+        return state.step, more
+
+    assert run(state=ObjectState(step=3), more=4) == (3, 4)
+
+
 class TestFailures:
     @ranks(1, 2, 3)
     def test_undisturbed(self, size):

@@ -30,6 +30,22 @@ class TestObjectState:
         state.restore()
         assert state.epoch == 4
 
+    def test_attributes_that_share_an_object_still_do_when_they_come_back(self):
+        shared = [1]
+        state = ObjectState(one=shared, other=[shared])
+        state.restore()
+        assert state.other[0] is state.one is not shared
+
+    def test_what_cannot_be_copied_is_named(self):
+        with pytest.raises(
+            TypeError, match=r"'lock' of ObjectState cannot be copied \(TypeError: "
+        ):
+            ObjectState(epoch=1, lock=threading.Lock())
+        state = ObjectState(batches=())
+        state.batches = iter(each for each in ())
+        with pytest.raises(TypeError, match=r"'batches' .* iterators outside"):
+            state.save()
+
     def test_another_process_goes_on_from_a_dump(self):
         dump = pickle.dumps(ObjectState(epoch=4, weights=np.ones(3)).dump())
         state = ObjectState(epoch=0, weights=None)

@@ -1,5 +1,6 @@
 """hvdliterun --elastic: how a job ends whose ranks fail, one after the other."""
 
+import json
 import re
 import sys
 
@@ -50,3 +51,25 @@ if rank == 0: raise OSError("the model cannot be saved")
     assert len(lines) == 2
     assert lines[0].endswith("exited with code 4; the other ranks go on")
     assert re.fullmatch(r"hvdliterun: rank 0 on host \S+ exited with code 1", lines[1])
+
+
+def test_a_rank_of_an_elastic_job_starts_other_jobs(tmp_path):
+    code = """
+import os, subprocess, sys
+import hvdlite as hvd
+hvd.init()
+hvd.allreduce(1.0, name="outer")
+code = "import hvdlite as hvd; hvd.init(); hvd.barrier(); print(hvd.rank(), hvd.size())"
+script = [sys.executable, "-c", code]
+if hvd.rank() == 0:
+    subprocess.run([sys.executable, "-m", "hvdlite.launch", "-np", "2", *script], check=True)
+    subprocess.run(script, env={**os.environ, "HVDLITE_CHECK_LAUNCHER": "0"}, check=True)
+hvd.barrier()
+"""
+    options = ["--elastic", "--spares", 1, "--timeline-filename", tmp_path / "t.json"]
+    job = hvdliterun(*options, "-np", 2, sys.executable, "-c", code)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert sorted(job.stdout.splitlines()) == ["0 1", "0 2", "1 2"]
+    events = json.loads((tmp_path / "t.json").read_text())
+    tensors = [each["args"]["tensor"] for each in events if each["name"] == "ALLREDUCE"]
+    assert tensors.count("allreduce.outer") == 2

@@ -120,8 +120,15 @@ def test_the_child_of_a_rank_is_known(name, monkeypatch):
     assert launchers.find_parent(environment) == (own, 1, "place")
     with pytest.raises(LauncherError, match=f"of rank 1 .process {own}., which has"):
         launchers.take_place((parent := launchers.find_parent(environment)), True, environment)
-    launchers.take_place(parent, False, environment)
+    environment |= {"HVDLITE_ELASTIC": "1", "HVDLITE_SPARES": "1", "OMPI_MCA_mpi_ft_enable": "1"}
+    environment["HOROVOD_TIMELINE"] = "t.json"
+    assert not launchers.take_place(parent, False, environment)
     assert environment.keys() <= {"OMPI_MCA_btl"}
+
+
+def test_what_a_user_sets_for_a_job_reaches_it():
+    environment = {"HVDLITE_ELASTIC": "1", "HVDLITE_TIMELINE": "a", "OMPI_MCA_btl": "self"}
+    assert launchers.without_rank(environment) == environment
 
 
 def test_a_process_with_an_identity_of_its_own_is_no_child(monkeypatch):
