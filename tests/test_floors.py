@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
     "gradients": (7, 3206, "gradients"),
-    "recipe": (7, 2435, "recipe"),
+    "recipe": (7, 2445, "recipe"),
     "torch": (8, 5882, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2275, "keras tensorflow.keras"),
