@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1999, "collectives"),
     "gradients": (7, 3206, "gradients"),
     "recipe": (7, 2445, "recipe"),
-    "torch": (8, 5882, "torch"),
+    "torch": (8, 5888, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2275, "keras tensorflow.keras"),
     "elastic": (
