@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2445, "recipe"),
     "torch": (8, 5888, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
-    "keras": (9, 2275, "keras tensorflow.keras"),
+    "keras": (9, 2312, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2658,
