@@ -30,13 +30,13 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1999, "collectives"),
     "gradients": (7, 3210, "gradients"),
-    "recipe": (7, 2407, "recipe"),
-    "torch": (8, 5896, "torch"),
+    "recipe": (7, 2445, "recipe"),
+    "torch": (8, 5902, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
-    "keras": (9, 2275, "keras tensorflow.keras"),
+    "keras": (9, 2312, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2677,
+        2679,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

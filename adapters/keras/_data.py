@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdlite import recipe
-from hvdlite.keras._values import to_array
+from hvdlite.keras._values import batches_per_call, to_array
 from hvdlite.recipe import Sharding
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.recipe.batches import Batches, take
@@ -33,6 +34,11 @@ def shard(
     may give one rank a sample more than another. They make the mean over the ranks that of all
     samples. Weights of your own are a third part of the data, in the place of ``class_weight``, and
     are multiplied by these. A loop over it is one over `hvdlite.recipe.batches.Batches`.
+
+    With ``steps_per_epoch``, the next epoch of ``fit`` goes on with the samples that are left. Each
+    ``fit`` begins at the start of an epoch of the data, also after ``load_state_dict``, since all
+    epochs of ``fit`` are equally long: let `elastic.UpdateBatchStateCallback` leave out its first
+    batches, or take the rest of it in a loop before.
 
     Args:
         data: As for `hvdlite.shard`, like all other arguments.
@@ -57,14 +63,24 @@ def shard(
 
 @functools.cache
 def _keep_order() -> None:
-    """Keep ``fit`` from shuffling the steps of `ShardedData`, differently on each rank."""
+    """Let ``fit`` take the steps of `ShardedData` in their order, which is that of all ranks."""
     original = keras.Model.fit
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, ShardedData):
-            kwargs["shuffle"] = False
-        return original(self, x, *args, **kwargs)
+    def fit(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        data = given.get("x")
+        if isinstance(data, ShardedData):
+            given["shuffle"] = False
+            begin = keras.callbacks.LambdaCallback(on_epoch_begin=data.begin_epoch)
+            others = given.get("callbacks")
+            if isinstance(others, keras.callbacks.CallbackList):
+                others.append(begin)
+            else:
+                given["callbacks"] = [*keras.tree.flatten(others or []), begin]
+            data.begin_fit(given.get("steps_per_epoch"), batches_per_call(given["self"]))
+        return original(**given)
 
     keras.Model.fit = fit
 
@@ -86,6 +102,9 @@ class ShardedData(keras.utils.PyDataset):
         self._data = data
         self._batches = batches
         self._order: tuple[int, Sharding, list[Any]] | None = None  # of one epoch
+        self._per_epoch: int | None = None  # steps that an epoch of `fit` takes; None: all
+        self._done = 0  # steps that such epochs have taken
+        self._has_begun = True  # the first epoch of `fit`; Keras ends one before it
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -108,8 +127,26 @@ class ShardedData(keras.utils.PyDataset):
         given = batch[2] if batch[2:] else np.ones(len(indices), np.float32)
         return (*batch[:2], keras.tree.map_structure(lambda each: each * factor, given))
 
+    def begin_fit(self, steps_per_epoch: int | None, per_call: int) -> None:
+        """Begin a ``fit`` at the start of an epoch; ``per_call`` steps are taken at once."""
+        epoch = self._batches.position()[0]
+        self.set_epoch(epoch + 1)  # of the epoch of a state it would keep the position
+        if not self._done:
+            self.set_epoch(epoch)
+        self._done, self._has_begun = 0, False
+        self._per_epoch = steps_per_epoch and -(-steps_per_epoch // per_call) * per_call
+
+    def begin_epoch(self, epoch: int, logs: Any = None) -> None:
+        self._has_begun = True
+
     def on_epoch_end(self) -> None:
-        self._batches.set_epoch(self._batches.position()[0] + 1)
+        if not self._has_begun:
+            return
+        # Not the steps that were asked for: Keras asks for some ahead, on each rank for others.
+        self._done += self._per_epoch or len(self)
+        if self._done >= len(self):
+            self._done = 0
+            self._batches.set_epoch(self._batches.position()[0] + 1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

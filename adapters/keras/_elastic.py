@@ -108,7 +108,8 @@ class CommitStateCallback(_StateCallback):
 
     Args:
         state: The state to commit.
-        batches_per_commit: Training batches between two commits.
+        batches_per_commit: Training batches between two commits; with ``steps_per_execution``
+            up to the end of the call of Keras.
 
     Raises:
         ValueError: ``batches_per_commit`` is below 1.
@@ -127,8 +128,9 @@ class CommitStateCallback(_StateCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if any(tracker.skips(batch) for tracker in self._trackers()):
             return
-        self._batches += 1
-        if self._batches % self.batches_per_commit == 0:
+        before, every = self._batches, self.batches_per_commit
+        self._batches += batches_per_call(self.model)
+        if self._batches // every > before // every:
             for tracker in self._trackers():
                 tracker.on_train_batch_end(batch)
             self.state.commit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,10 +28,10 @@ from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.gradients.plan import describe_exchange
 from hvdlite.observe import status
 from hvdlite.torch.dynamo import untraced
+from hvdlite.torch.reducer import next_label
 from hvdlite.torch.tensors import CONVERSION, dtype_of, share, to_array, to_tensor
 from hvdlite.torch.work import Future, is_in_backward
-
-_labels = itertools.count(1)
+from hvdlite.world import world
 
 
 def comm_hook_state(
@@ -57,7 +56,8 @@ def comm_hook_state(
         process_group: The group of DDP; None: all ranks.
 
     Raises:
-        ValueError: ``compression`` is no strategy, or one that computes no average.
+        ValueError: ``compression`` is no strategy, or one that computes no average; or the group
+            is a part of the ranks, and of another backend than hvdlite's.
     """
     return CommHookState(check_strategy(compression, CONVERSION), named_parameters, process_group)
 
@@ -79,7 +79,13 @@ class CommHookState:
         if self._group is not None:
             self._group.survive()
         self._engine = getattr(group, "engine", None) or runtime.engine()
-        self._label = f"DDP {next(_labels)}"
+        if group is not None and self._group is None and group.size() != self._engine.size:
+            raise ValueError(
+                f"rank {world.rank()}: process_group has {group.size()} of {self._engine.size} "
+                "ranks and is none of hvdlite's, without which the hook averages over all ranks: "
+                'call torch.distributed.init_process_group("hvdlite") before new_group()'
+            )
+        self._label = next_label("DDP", getattr(group, "process_set", None))
         self._state = StrategyState()
         self._buckets: dict[int, _HookBucket] = {}
 

@@ -76,12 +76,12 @@ class ProcessGroup(_Base):
     def __init__(self, ranks: Sequence[int], timeout: float, store: Any) -> None:
         super().__init__([*ranks].index(world.rank()), len(ranks))
         self.timeout, self.store, self.barriers = timeout, store, 0
-        self._set, self.engine = global_process_set, runtime.engine()
+        self.process_set, self.engine = global_process_set, runtime.engine()
         self._size, self._survives, self.calls = len(ranks), False, 0
         if self._size < world.size() or not self.engine.supervisor.survives:
-            self._set = ProcessSet(ranks)
+            self.process_set = ProcessSet(ranks)
             self.engine = runtime.process_sets().add_among_members(
-                self._set, stall_shutdown_time_seconds=timeout, cycle_time=0.0
+                self.process_set, stall_shutdown_time_seconds=timeout, cycle_time=0.0
             )
         self._kept: deque[Work] = deque(maxlen=_KEPT)
         self._seen: dict[int, tuple[int, int]] = {}
@@ -147,8 +147,8 @@ class ProcessGroup(_Base):
 
     def shutdown(self) -> None:
         """Close the group."""
-        if self._set.process_set_id and world.is_initialized():
-            runtime.process_sets().remove(self._set)
+        if self.process_set.process_set_id and world.is_initialized():
+            runtime.process_sets().remove(self.process_set)
         # Free the store now: it has a thread, which a forked child must not find in its garbage.
         self.store = None
         self._kept.clear()
@@ -209,7 +209,7 @@ class ProcessGroup(_Base):
         op, factor = _op(opts)
         if tensor.is_sparse:
             name = f"call {self.calls}{self.label}"
-            end = sparse_allreduce_async(tensor, name, op, self._set)
+            end = sparse_allreduce_async(tensor, name, op, self.process_set)
             return Work(self, [], tensors, lambda: tensor.copy_(end()))
 
         def describe(name: str, out: Any) -> Operation:

@@ -39,6 +39,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ZIP_MAGIC = b"PK\x03\x04"
 #: Suffixes of files for ``torch.load``.
 TORCH_SUFFIXES = (".pt", ".pth")
+# What threads write, by the file: another object for it must not overtake the one before.
+_writing: dict[str, Future[None]] = {}
 
 
 class Checkpoint:
@@ -61,7 +63,6 @@ class Checkpoint:
             raise ValueError(f"checkpoint {path}: keep is {keep}, expected at least 1")
         self.path = Path(path)
         self.keep = keep
-        self._writing: Future[None] | None = None
 
     def exists(self) -> bool:
         """Return on all ranks whether rank 0 finds the file."""
@@ -80,7 +81,7 @@ class Checkpoint:
                 holds fewer dtypes.
             blocking: If False, return when rank 0 has copied the state, which takes as much host
                 memory as the file; a thread writes the copy. Later changes of the state do not
-                count. The next call of a method of this object, and the end of the process, wait
+                count. The next call of a method for the same path, and the end of the process, wait
                 for the thread. If rank 0 dies before the thread has ended, the previous file stays.
 
         Raises:
@@ -163,9 +164,8 @@ class Checkpoint:
             return
         # The interpreter waits for the thread before it ends.
         executor = ThreadPoolExecutor(1, "hvdlite-checkpoint")
-        self._writing = executor.submit(self._replace, write)
+        _writing[os.path.realpath(self.path)] = executor.submit(self._replace, write)
         executor.shutdown(wait=False)
-        atexit.register(self._report)
 
     def _replace(self, write: Callable[[IO[bytes]], object]) -> None:
         with _explained(self.path, "written"):
@@ -187,14 +187,9 @@ class Checkpoint:
                 ) from error
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            atexit.unregister(self._report)
+        writing = _writing.pop(os.path.realpath(self.path), None)
+        if writing is not None:
             writing.result()
-
-    def _report(self) -> None:
-        if self._writing is not None and (failure := self._writing.exception()) is not None:
-            _log.error("%s", failure)
 
     def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], object]:
         """Check the state, and return the function that writes it, or a copy, into an open file."""
@@ -270,6 +265,13 @@ class Checkpoint:
         raise CheckpointError(
             f"{file.name} was written by torch.save: load it with hvdlite.torch.checkpoint()"
         )
+
+
+@atexit.register
+def _report() -> None:
+    for writing in _writing.values():
+        if (failure := writing.exception()) is not None:
+            _log.error("%s", failure)
 
 
 class _Size(io.RawIOBase):

@@ -100,7 +100,7 @@ def gather(values: Any, indices: Any = None) -> Any:
 
     Returns:
         An array, the same on all ranks; a tuple of arrays for a tuple. A place that came twice, as
-        the padding of a sampler, is there once.
+        the padding of a sampler, is there once. PyTorch's bfloat16 becomes float32.
 
     Raises:
         ValueError: On all ranks: a rank's values and indices differ in number, or cannot be sent.
@@ -163,14 +163,24 @@ def _arrays_of(values: tuple[Any, ...], indices: Any) -> list[Any]:
 def _joined(value: Any) -> Any:
     """Return an array on the host, of a tensor or of a list of batches."""
     if not isinstance(value, list):
-        array = as_array(value.detach().cpu() if hasattr(value, "detach") else value)
+        array = _on_host(value)
         if not array.ndim:
             raise ValueError(f"found {value!r}, expected an array whose first axis are samples")
         return array
-    parts = [as_array(part.detach().cpu() if hasattr(part, "detach") else part) for part in value]
+    parts = [*map(_on_host, value)]
     if not parts or not parts[0].ndim:  # no batches, or a list of numbers
         return np.array(parts)
     return np.concatenate(parts)
+
+
+def _on_host(value: Any) -> Any:
+    if not hasattr(value, "detach"):
+        return as_array(value)
+    tensor = value.detach().cpu().resolve_conj().resolve_neg()  # PyTorch's
+    try:
+        return as_array(tensor)
+    except TypeError:  # numpy lacks bfloat16
+        return as_array(tensor.float())
 
 
 def _entries(

@@ -14,6 +14,9 @@ from hvdlite.world import world
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
+# The ``per_node`` of the block of `first` that runs, in which ranks do not meet.
+_running: bool | None = None
+
 
 def on_rank_zero(function: Callable[_P, _Result]) -> Callable[_P, _Result | None]:
     """Make a function run on rank 0 only; on the other ranks it returns None at once.
@@ -67,7 +70,8 @@ def first(per_node: bool = False) -> Iterator[None]:
 
     For what must happen once and what every rank then reads: a download, an unpacked archive, a
     cache of prepared data. Collective: every rank enters the block. If the rank that goes first
-    dies under ``hvdliterun --elastic``, the next one of those that are left does.
+    dies under ``hvdliterun --elastic``, the next one of those that are left does. A block within
+    another, in a library say, is a part of it.
 
     Example::
 
@@ -81,14 +85,25 @@ def first(per_node: bool = False) -> Iterator[None]:
         Exception: The block has failed on a rank that goes first: its exception, on every rank. One
             that cannot be pickled is a RuntimeError on the other ranks. They do not run the block.
         HorovodInternalError: A rank has ended.
+        ValueError: It is within a block with another ``per_node``.
     """
+    if _running is not None:
+        if per_node != _running:
+            raise ValueError(
+                f"rank {world.rank()}: hvd.first(per_node={per_node}) is within a block of "
+                f"hvd.first(per_node={_running}), in which the ranks cannot wait for each other: "
+                "give both the same, or put one behind the other"
+            )
+        yield
+        return
     has_run = False
     while True:
         failure = None
         if not has_run and (world.local_rank() if per_node else world.rank()) == 0:
             has_run = True
             try:
-                yield
+                with _block(per_node):
+                    yield
             except Exception as error:  # the other ranks wait for the outcome
                 failure = error
         node = world.node_index() if per_node else 0
@@ -101,7 +116,18 @@ def first(per_node: bool = False) -> Iterator[None]:
             break
         # Whoever has run the block on a node has died, and all ranks see that: the next one does.
     if not has_run:
+        with _block(per_node):
+            yield
+
+
+@contextmanager
+def _block(per_node: bool) -> Iterator[None]:
+    global _running
+    _running = per_node
+    try:
         yield
+    finally:
+        _running = None
 
 
 def _portable(error: Exception | None) -> Exception | None:

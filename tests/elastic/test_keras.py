@@ -224,7 +224,7 @@ class Committed(KerasState):
             self.seen.append((self.epoch, self.batch))
 
 
-def fit(order=1, every=3, stop=None, **where):
+def fit(order=1, every=3, per_call=1, **where):
     """Fit three epochs of eight batches, and write down what is committed and trained on."""
     model = make_model(0)
     batches = []
@@ -236,7 +236,7 @@ def fit(order=1, every=3, stop=None, **where):
 
     model = Model(model.layers)
     model.build((None, 3))
-    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False)
+    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False, steps_per_execution=per_call)
     state = Committed(model, batch=where.pop("batch", 0), epoch=where.pop("epoch", 0))
     state.seen = []
     callbacks = [
@@ -260,6 +260,13 @@ class TestCallbacks:
         ends = [(1, 0), (2, 0)]
         assert state.seen == [(0, 3), (0, 6), ends[0], (1, 1), (1, 4), (1, 7), ends[1]]
         assert (state.epoch, state.batch) == (2, 0)
+
+    @pytest.mark.slow
+    @ranks(2, timeout=PATIENCE)
+    def test_batches_count_not_calls_that_take_several(self):
+        hvd.init()
+        state, _ = fit(every=3, per_call=2, epochs=1)
+        assert state.seen == [(0, 4), (0, 6), (1, 0)]
 
     @pytest.mark.slow
     @ranks(2, timeout=PATIENCE)

@@ -81,15 +81,48 @@ def test_sharded_data_in_fit():
         with exchanges() as count:
             model.fit(batches, epochs=2, shuffle=shuffles, verbose=0)
         assert len(count) == 2 * len(batches)
-        assert batches.position()[0] >= 2  # Keras may look at a batch, and end an epoch, before
+        assert batches.position() == (2, 0)
         assert same_on_all_ranks(model.get_weights())
         expected = make_model()
         expected.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-        last = batches.position()[0]
-        for epoch in range(last - 2, last):
+        for epoch in range(2):
             for step in batches.sharding.global_batches(epoch):
                 expected.train_on_batch(x[step], y[step], sample_weight=weights[step])
         assert close(model.get_weights(), expected.get_weights())
+
+
+def test_fit_takes_every_sample_once():
+    """So it does in each call, also after a position within an epoch."""
+    for per_epoch in (None, 6, 3):
+        takes_every_sample_once(per_epoch)
+
+
+def takes_every_sample_once(per_epoch):
+    x = np.arange(12 * hvd.size(), dtype=np.float32)[:, None]
+    batches = hvd.shard((x, x), 2, seed=5)
+    half = batches.sharding.position(1, 3)
+    ends, seen = [], np.zeros(len(x))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True, jit_compile=False)
+    train = model.train_step
+
+    def step(*arguments):
+        rows = keras.ops.convert_to_numpy(arguments[-1][0])
+        seen[rows[:, 0].astype(int)] += 1
+        return train(*arguments)
+
+    model.train_step = step
+    end = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: ends.append(batches.state_dict()["epoch"])
+    )
+    epochs = 1 if per_epoch is None else 6 // per_epoch
+    for call in range(2):
+        if call:
+            batches.load_state_dict(half)
+        model.fit(batches, epochs=epochs, steps_per_epoch=per_epoch, callbacks=end, verbose=0)
+        assert batches.position()[0] == call + 1
+        np.testing.assert_array_equal(sum(hvd.allgather_object(seen)), call + 1)
+    assert ends == ([1, 2] if epochs == 1 else [0, 1, 1, 2])
 
 
 def test_the_ranks_that_are_left_share_the_data_in_fit():

@@ -624,6 +624,15 @@ def test_a_thread_writes_the_state_of_the_call(path, monkeypatch):
     assert_same(read(path), {"w": np.zeros(1000)})
 
 
+def test_another_object_for_the_path_waits_for_the_thread(path, monkeypatch):
+    link, replace, pauses = path.with_name("link.npz"), os.replace, [0.5, 0.0, 0.0]
+    link.symlink_to(path)  # the first thread would be the last one to replace the file
+    monkeypatch.setattr(os, "replace", lambda *names: (time.sleep(pauses.pop(0)), replace(*names)))
+    for step, each in enumerate((path, link, path)):
+        Checkpoint(each)._write(step, blocking=False)
+    assert Checkpoint(link)._read_newest()[0] == 2
+
+
 def test_the_next_call_raises_what_the_thread_could_not_write(path):
     path.mkdir()
     saved = Checkpoint(path)

@@ -37,6 +37,24 @@ def test_rank_0_goes_first(tmp_path):
         hvd.barrier()
 
 
+@ranks(1, 3)
+def test_a_block_within_another_is_a_part_of_it(tmp_path):
+    hvd.init()
+    path = hvd.broadcast_object(tmp_path) / "data"
+    with hvd.first():
+        with hvd.first():  # in a library
+            pass
+        if hvd.rank() == 0:
+            time.sleep(0.05)
+            path.touch()
+        assert path.exists()
+    other = pytest.raises(ValueError, match="put one behind the other")
+    with other, hvd.first(), hvd.first(per_node=True):
+        pass
+    with hvd.first(per_node=True):
+        pass
+
+
 @ranks(1, 3, 4)
 def test_one_rank_of_each_node_goes_first(tmp_path, monkeypatch):
     hvd.shutdown()

@@ -442,3 +442,14 @@ def test_the_warning_of_average_points_at_the_line_that_gives_it():
         assert [each.filename for each in caught] == [__file__]
         if call is hvd.allreduce_async:
             hvd.synchronize(result)
+
+
+@ranks(1, 2)
+def test_predictions_of_types_that_numpy_lacks():
+    hvd.init()
+    rank, everyone = hvd.rank(), np.arange(float(hvd.size()))
+    found = hvd.gather([torch.full((1,), rank, dtype=torch.bfloat16, requires_grad=True)])
+    np.testing.assert_array_equal(found, everyone)
+    assert found.dtype == np.float32
+    found = hvd.gather(torch.tensor([rank * 1j]).conj())
+    np.testing.assert_array_equal(found, -1j * everyone)

@@ -730,3 +730,24 @@ def test_a_step_with_the_hook_counts_as_one_call(size):
 def test_hook_refuses_what_is_no_strategy(size):
     with pytest.raises(TypeError, match="compression='fp16' is no compression"):
         hvd.comm_hook_state(compression="fp16")
+
+
+@ranks(3)
+@grouped
+def test_models_of_some_ranks_shift_no_labels_of_others(size):
+    pair, rank = dist.new_group([0, 1]), dist.get_rank()
+    for group, members in ((pair, 2), (None, 3)):
+        if rank < members:
+            model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+            model.register_comm_hook(hvd.comm_hook_state(process_group=group), hvd.comm_hook)
+            model(torch.full((1, 1), float(rank))).sum().backward()
+            assert model.module.weight.grad.item() == (members - 1) / 2
+
+
+@ranks(3)
+@grouped
+def test_hook_refuses_some_ranks_of_another_backend(size):
+    pair = dist.new_group([0, 1], backend="gloo")
+    if dist.get_rank() < 2:
+        with pytest.raises(ValueError, match="has 2 of 3 ranks and is none of hvdlite's"):
+            hvd.comm_hook_state(process_group=pair)
