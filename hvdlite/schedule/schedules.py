@@ -191,7 +191,7 @@ class LocalSGD(LocalSchedule):
 
     Args:
         every: steps from one average to the next.
-        start: steps before the first local one.
+        start: steps before the first local one. No `join` before that: ranks would differ in them.
 
     Raises:
         ValueError: ``every`` is not a whole number above 0, or ``start`` is negative.
