@@ -112,7 +112,7 @@ class Settings:
     #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": a
     #: DistributedOptimizer leaves the step out on all ranks and logs that; where it cannot (a
     #: DistributedGradientTape, a schedule of local steps in Keras, a closure in PyTorch,
-    #: tf.compat.v1) all ranks raise. On the host only.
+    #: tf.compat.v1) all ranks raise. Dense gradients on the host only.
     not_finite: str = _choice("pass", "pass, raise, skip")
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = _flag(False)
