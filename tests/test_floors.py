@@ -22,21 +22,21 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
-    "base": (1, 1569, "base errors version"),
+    "base": (1, 1572, "base errors version"),
     "world": (2, 819, "world"),
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
-    "engine": (4, 3827, "engine"),
+    "engine": (4, 3838, "engine"),
     "compression": (5, 2808, "compression"),
-    "collectives": (6, 1999, "collectives"),
+    "collectives": (6, 1995, "collectives"),
     "gradients": (7, 3210, "gradients"),
-    "recipe": (7, 2445, "recipe"),
-    "torch": (8, 5902, "torch"),
+    "recipe": (7, 2446, "recipe"),
+    "torch": (8, 5901, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2312, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2679,
+        2680,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

@@ -35,7 +35,6 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 #: The copies of a gradient: slices of the flat gradient, and their flat copies.
 Copies = list[tuple[slice, torch.Tensor]]
 
-
 _layout, _identity = operator.attrgetter("layout"), operator.attrgetter("_cdata")
 _requires_grad = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")

@@ -32,8 +32,8 @@ def as_array(values: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def check_out(out: Any, array: Any) -> None:
-    """Raise if an array cannot take a result in the place of a new one like ``array``.
+def check_out(out: Any, array: Any) -> bool:
+    """Return whether an array for a result is the memory of ``array``, though perhaps a view of it.
 
     Raises:
         ValueError: it has another shape or dtype, is not contiguous or is read-only; or it overlaps
@@ -48,11 +48,14 @@ def check_out(out: Any, array: Any) -> None:
             f"out must be a C-contiguous, writeable array {describe(array)}, as the input; "
             f"it is {found}"
         )
-    if out is not array and np.may_share_memory(out, array) and address(out) != address(array):
+    if out is array or not np.may_share_memory(out, array):
+        return out is array
+    if address(out) != address(array):
         raise ValueError(
             "out overlaps the input, but does not begin with it; give the input itself, or an "
             "array of its own"
         )
+    return True
 
 
 def flat(array: Any) -> Any:

@@ -51,11 +51,7 @@ def checked_array(array: Any, out: Any = None) -> Any:
     if isinstance(array, DeviceArray):
         return array
     array = as_array(array)
-    if out is not None:
-        check_out(out, array)
-        if np.may_share_memory(out, array):  # they are one, though perhaps not one object
-            return out
-    return array
+    return out if out is not None and check_out(out, array) else array
 
 
 def empty_like(array: Any) -> Any:

@@ -236,8 +236,9 @@ class Recovery(Supervisor):
             except HorovodInternalError as failure:
                 self._failure = failure
             except Exception as failure:  # of memory, say; the lanes that wait must fail, too
-                rank = self._gathering.comm.rank
-                self._failure = HorovodInternalError(f"rank {rank}: no recovery: {failure!r}")
+                text = f"rank {self._gathering.comm.rank}: no recovery: {failure!r}; "
+                text += "end this process, so that the others go on without it"
+                self._failure = HorovodInternalError(text)
                 self._failure.__cause__ = failure
             finally:
                 with self._changed:

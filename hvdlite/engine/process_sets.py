@@ -180,19 +180,21 @@ class ProcessSets:
                 the current one.
         """
         ids = self._resolve(process_set, of)
-        for other in self._sets.values():
-            if other.ranks == self._whole.numbers(ids):
-                raise ValueError(f"{other!r} has the same ranks; use that one")
+        is_list = process_set.comm is None
+        own = ids if is_list else "a communicator's"
+        self._agree("add_process_set", ("the ranks of the process set", own))
         # Communicators may divide the ranks, each of which then knows the set that it is in.
-        name = self._global.unnamed("add_process_set")
+        parts = dict.fromkeys([ids] if is_list else self._gather(ids))
+        for other in self._sets.values():
+            if any(other.ranks == self._whole.numbers(part) for part in parts):
+                raise ValueError(f"{other!r} has the same ranks; use that one")
+        for part in parts:
+            self._form(process_set if part == ids else ProcessSet(self._whole.numbers(part)), part)
+
+    def _gather(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         signature = Signature((("the operation", "add_process_set"),))
-        own = pickle.dumps(None if process_set.comm is None else ids)
-        found = [*map(pickle.loads, self._global.named.run(Gather(name, signature, own)))]
-        if None in found:
-            self._agree("add_process_set", ("the ranks of the process set", ids))
-            found = [ids]
-        for each in dict.fromkeys(found):
-            self._form(process_set if each == ids else ProcessSet(self._whole.numbers(each)), each)
+        own = Gather(self._global.unnamed("add_process_set"), signature, pickle.dumps(ids))
+        return [*map(pickle.loads, self._global.named.run(own))]
 
     def _form(self, process_set: ProcessSet, ids: Sequence[int]) -> None:
         number, self._next = self._next, self._next + 1

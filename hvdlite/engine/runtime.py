@@ -285,6 +285,15 @@ def leave_world() -> bool:
         return ended
 
 
+def _unlock() -> None:
+    """Let a forked child start a world: it lacks the thread that may hold the lock."""
+    global _one_by_one
+    _one_by_one = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Start to record what the ranks do and when, for Perfetto or chrome://tracing.
 

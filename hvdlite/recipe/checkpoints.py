@@ -41,6 +41,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 TORCH_SUFFIXES = (".pt", ".pth")
 # What threads write, by the file: another object for it must not overtake the one before.
 _writing: dict[str, Future[None]] = {}
+os.register_at_fork(after_in_child=_writing.clear)  # a child lacks the threads
 
 
 class Checkpoint:

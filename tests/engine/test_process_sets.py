@@ -273,6 +273,10 @@ def test_communicators_that_divide_the_ranks(size):
         assert hvd.allgather_object(hvd.rank(), process_set=mine) == members
         hvd.shutdown()
     hvd.init()
+    hvd.add_process_set([0])  # which one of the parts is; all ranks have to hear of it
+    with pytest.raises(ValueError, match="has the same ranks"):
+        hvd.add_process_set(hvd.ProcessSet(whole.Split(min(whole.rank, 1), whole.rank)))
+    assert hvd.allreduce(1, op=hvd.Sum) == size
 
 
 @ranks(4, settings={"HVDLITE_FORCE_LOCAL_SIZE": "2"})

@@ -17,6 +17,7 @@ import hvdlite as hvd
 from hvdlite.engine import runtime
 from hvdlite.errors import RankGoneError
 from hvdlite.world import mpi, world
+from tests.forks import run_forked
 from tests.harness import ranks, run_script
 from tests.harness.mpirun import ROOT, command
 
@@ -69,6 +70,7 @@ class TestInit:
             assert starts.wait(60)
             try:
                 threads.submit(runtime.leave_world).result(10)
+                run_forked(lambda: runtime._one_by_one.acquire(timeout=10) or sys.exit())
             finally:
                 goes_on.set()
 
