@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "world": (2, 819, "world"),
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
-    "engine": (4, 3838, "engine"),
+    "engine": (4, 3837, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1995, "collectives"),
     "gradients": (7, 3210, "gradients"),

@@ -180,21 +180,20 @@ class ProcessSets:
                 the current one.
         """
         ids = self._resolve(process_set, of)
-        is_list = process_set.comm is None
-        own = ids if is_list else "a communicator's"
-        self._agree("add_process_set", ("the ranks of the process set", own))
-        # Communicators may divide the ranks, each of which then knows the set that it is in.
-        parts = dict.fromkeys([ids] if is_list else self._gather(ids))
+        own = pickle.dumps((ids, process_set.comm is None))
+        signature = Signature((("the operation", "add_process_set"),))
+        gather = Gather(self._global.unnamed("add_process_set"), signature, own)
+        given = [*map(pickle.loads, self._global.named.run(gather))]
+        parts = dict.fromkeys(part for part, _ in given)
+        # Communicators may divide the ranks, each of which knows the set that it is in. Lists may
+        # not, also where the members give a communicator, which the others lack.
+        if len(parts) > 1 and any(is_list for _, is_list in given):
+            self._agree("add_process_set", ("the ranks of the process set", ids))
         for other in self._sets.values():
             if any(other.ranks == self._whole.numbers(part) for part in parts):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
         for part in parts:
             self._form(process_set if part == ids else ProcessSet(self._whole.numbers(part)), part)
-
-    def _gather(self, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
-        signature = Signature((("the operation", "add_process_set"),))
-        own = Gather(self._global.unnamed("add_process_set"), signature, pickle.dumps(ids))
-        return [*map(pickle.loads, self._global.named.run(own))]
 
     def _form(self, process_set: ProcessSet, ids: Sequence[int]) -> None:
         number, self._next = self._next, self._next + 1
