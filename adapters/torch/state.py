@@ -71,7 +71,7 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
     if isinstance(params, torch.Tensor):
         raise ValueError("params is one tensor; use hvd.broadcast_(tensor, root_rank)")
     if isinstance(params, Mapping):
-        return sorted(params.items())
+        return sorted(params.items(), key=lambda entry: str(entry[0]))
     entries: list[Any] = list(params)
     if all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
         return entries

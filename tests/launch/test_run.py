@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import signal
@@ -191,6 +192,33 @@ def test_bad_arguments(tmp_path):
     refused("is more than the 2 slots", num_proc=3, hosts="localhost:2")
     refused("No such file", num_proc=1, hostfile=tmp_path / "none")
     refused("write str", TypeError, env={"A": 1})
+    refused("argument 'ssh_prot'; did you mean ssh_port", TypeError, ssh_prot=22)
+    refused("argument 'elastic'", TypeError, elastic=True)
+    refused("--ssh-port: found 'x', expected a number from 1 on", ssh_port="x")
+
+
+def test_options_of_the_launcher(tmp_path, capsys):
+    """As Horovod's examples give them, for other hosts too."""
+    results = hvdlite.run(
+        os.getenv,
+        ("HVDLITE_STALL_CHECK_DISABLE",),
+        num_proc=2,
+        disable_cache=True,
+        ssh_port=None,
+        ssh_identity_file="key",
+        mpi_args="--report-bindings",
+        network_interface=["eth0", "eth1"],
+        stall_check=False,
+        log_level="error",
+        timeline_filename=tmp_path / "trace.json",
+        executable=sys.executable,
+        verbose=True,
+    )
+    assert results == ["1", "1"]
+    line = capsys.readouterr().err
+    for word in (" --report-bindings", "HVDLITE_LOG_LEVEL=error", "ssh_args=-i key", "=eth0,eth1"):
+        assert word in line, word
+    assert f"HVDLITE_TIMELINE={tmp_path}/trace.json" in line
 
 
 def test_no_mpirun(monkeypatch):

@@ -602,6 +602,7 @@ def test_parameters_that_come_later_have_the_names_that_were_given(options):
 
 @ranks(2)
 def test_what_was_frozen_at_first_joins_the_world_of_a_later_init():
+    hvd.init()
     weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     optimizer.step()

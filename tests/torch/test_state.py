@@ -39,6 +39,7 @@ def test_broadcast_parameters_in_every_form(size):
         lambda model: model,
         lambda model: model.state_dict().items(),
         lambda model: list(model.state_dict().values()),
+        lambda model: dict(zip([0, None, "1", *range(2, 99)], model.state_dict().values())),  # noqa: B905
     ):
         model = make_model(hvd.rank())
         hvd.broadcast_parameters(form(model), root_rank=root)
