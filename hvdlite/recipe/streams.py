@@ -17,6 +17,10 @@ from hvdlite.world import parts, world
 
 _Item = TypeVar("_Item")
 
+# What a rank announces in `lockstep`: one more item, or the end; by its own number, that it has
+# failed. None depends on the number of ranks, which may become fewer until all know of it.
+_MORE, _AT_END = np.iinfo(np.int64).max, np.iinfo(np.int64).max - 1
+
 
 class Stream:
     """One rank's batches of an iterable of unknown length; made by `shard`.
@@ -108,11 +112,11 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
         state = int(handle.wait()[0])
         if failure is not None:
             raise failure
-        if state < world.size():
+        if state < _AT_END:
             raise HorovodInternalError(
                 f"rank {state} has no next item: its data raised an exception, which it shows"
             )
-        if state == world.size():
+        if state == _AT_END:
             return
         following = _announce(items, name)
         yield item
@@ -121,13 +125,13 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
 def _announce(items: Iterator[Any], name: str) -> tuple[Any, Exception | None, Handle]:
     """Read the next item and begin to tell all ranks; return both, and the exception if any.
 
-    The least number of all ranks counts: that of a rank that has failed, then ``size`` for the end.
+    The least number of all ranks counts.
     """
-    item, failure, state = None, None, world.size() + 1
+    item, failure, state = None, None, _MORE
     try:
         item = next(items)
     except StopIteration:
-        state = world.size()
+        state = _AT_END
     except Exception as error:
         failure, state = error, world.rank()
     return item, failure, collectives.allreduce_async(np.array([state]), name=name, op=Min)
