@@ -1,4 +1,4 @@
-"""Frameworks on torch.distributed or Horovod train on hvdlite, by ``hvdliterun --torch, --horovod``.
+"""Frameworks on torch.distributed or Horovod train on hvdlite, started by ``hvdliterun``.
 
 `make test-frameworks` installs them and runs this file; elsewhere it is skipped. Weights are
 compared across ranks, to the bit, and with one process that trains on the data of all.
