@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3210, "gradients"),
     "recipe": (7, 2446, "recipe"),
     "torch": (8, 5901, "torch"),
-    "tensorflow": (8, 2882, "tensorflow"),
+    "tensorflow": (8, 2895, "tensorflow"),
     "keras": (9, 2312, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
