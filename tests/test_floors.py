@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2446, "recipe"),
     "torch": (8, 5901, "torch"),
     "tensorflow": (8, 2895, "tensorflow"),
-    "keras": (9, 2324, "keras tensorflow.keras"),
+    "keras": (9, 2327, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2680,
