@@ -32,8 +32,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3210, "gradients"),
     "recipe": (7, 2450, "recipe"),
     "torch": (8, 5901, "torch"),
-    "tensorflow": (8, 2870, "tensorflow"),
-    "keras": (9, 2312, "keras tensorflow.keras"),
+    "tensorflow": (8, 2895, "tensorflow"),
+    "keras": (9, 2327, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2680,

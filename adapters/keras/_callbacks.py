@@ -75,9 +75,10 @@ class BroadcastGlobalVariablesCallback:
 
     Variables that exist on all ranks when training begins are broadcast then; variables that the
     first batch creates are broadcast after it. So it is in each ``fit``, of this model or another.
-    Metrics stay each rank's own. The seeds of random layers become different on each rank, so that
-    dropout differs. With a schedule of local steps, call ``optimizer.average_weights()`` between
-    two calls of ``fit``, or the second one goes on with what rank ``root_rank`` has learnt.
+    Metrics stay each rank's own, and so do gradients that an earlier ``fit`` has left to the next
+    update. The seeds of random layers become different on each rank, so that dropout differs. With
+    a schedule of local steps, call ``optimizer.average_weights()`` between two calls of ``fit``, or
+    the second one goes on with what rank ``root_rank`` has learnt.
 
     Args:
         root_rank: The rank that has the values.
@@ -111,10 +112,18 @@ class BroadcastGlobalVariablesCallback:
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
             self._broadcast_weights(weights)
             # On all ranks or on none: legacy Keras would choose other names in the first batch.
-            is_built = build_optimizer(getattr(self.model, "optimizer", None), self.model)
+            optimizer = getattr(self.model, "optimizer", None)
+            is_built = build_optimizer(optimizer, self.model)
             _, state = self._built()
             mine = is_built, len(state)
             if all(each == (True, len(state)) for each in collectives.allgather_object(mine, name)):
+                # Gradients that an earlier fit has left to the next update are each rank's own.
+                inner = getattr(optimizer, "inner_optimizer", optimizer)
+                several = getattr(inner, "optimizers", None) or [inner]
+                own = {
+                    id(v) for each in several for v in getattr(each, "_accumulated_gradients", ())
+                }
+                state = [each for each in state if id(each) not in own]
                 broadcast_variables(state, self.root_rank)
                 self.broadcast_done = True
         self._expect_comparison()

@@ -19,7 +19,7 @@ __all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_devic
 
 def connect(synchronizer: Synchronizer) -> GradientAllreduce:
     """Return the exchange of an optimizer's gradients."""
-    synchronizer.replica.read = lambda each: read(value_of(each)).numpy().item()
+    synchronizer.replica.read = _number
     return GradientAllreduce(
         synchronizer.options,
         LABEL,
@@ -27,6 +27,12 @@ def connect(synchronizer: Synchronizer) -> GradientAllreduce:
         ReplicaChecks(synchronizer.replica),
         synchronizer.leaves_out,
     )
+
+
+def _number(variable: Any) -> Any:
+    """Return the number that a variable has; None: it is in a session's graph."""
+    inner = value_of(variable)
+    return None if tf.is_symbolic_tensor(inner.handle) else read(inner).numpy().item()
 
 
 def after(gradients: Sequence[Gradient]) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ tensor and the one for a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,11 +147,18 @@ def _allreduce(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor]:
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         def gradient(*upstream: Any) -> list[tf.Tensor]:
             call.check_differentiable("allreduce", _REMEDY)
-            return _allreduce(call.backward(), upstream)
+            return _of_given(partial(_allreduce, call.backward()), upstream)
 
         return run(reduce, tensors, list(map(like, tensors)), call.process_set), gradient
 
     return list(differentiable(*map(to_tensor, tensors)))
+
+
+def _of_given(function: Callable[..., list[Any]], upstream: Sequence[Any]) -> list[Any]:
+    """Return a function's results for gradients: a graph may have None, such as for integers."""
+    given = [number for number, each in enumerate(upstream) if each is not None]
+    found = dict(zip(given, function([upstream[number] for number in given]), strict=True))
+    return list(map(found.get, range(len(upstream))))
 
 
 @unconverted
@@ -254,9 +262,11 @@ def _allgather(call: RecordedCall, tensors: Sequence[Any]) -> tuple[list[tf.Tens
         wholes, spans = found[: len(tensors)], found[len(tensors) :]
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:
-            reduced = _allreduce(call.backward_average(), upstream[:-1])
+            reduced = _of_given(partial(_allreduce, call.backward_average()), upstream[:-1])
             return [
-                tf.reshape(whole[span[0] : span[0] + span[1]], tf.shape(tensor))
+                None
+                if whole is None
+                else tf.reshape(whole[span[0] : span[0] + span[1]], tf.shape(tensor))
                 for whole, span, tensor in zip(reduced, spans, tensors, strict=True)
             ]
 
@@ -444,9 +454,11 @@ def _reducescatter(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:
             call.check_differentiable("reducescatter", _REMEDY)
-            wholes, _ = _allgather(call.backward(), list(map(scaled, upstream)))
+            wholes = _of_given(
+                lambda given: _allgather(call.backward(), list(map(scaled, given)))[0], upstream
+            )
             return [
-                tf.reshape(whole, tf.shape(tensor))
+                None if whole is None else tf.reshape(whole, tf.shape(tensor))
                 for whole, tensor in zip(wholes, tensors, strict=True)
             ]
 

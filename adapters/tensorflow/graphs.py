@@ -59,12 +59,25 @@ def call_python(
     if not hasattr(graph, "_hvdlite_functions"):
         graph._hvdlite_functions = []
     graph._hvdlite_functions.append(call)
-    outputs = tf.raw_ops.PyFunc(input=tensors, token=key, Tout=[spec.dtype for spec in specs])
+    with tf.control_dependencies(_earlier()):
+        outputs = tf.raw_ops.PyFunc(input=tensors, token=key, Tout=[spec.dtype for spec in specs])
     if not specs:  # then TensorFlow returns the operation
         return []
     for output, spec in zip(outputs, specs, strict=True):
         output.set_shape(spec.shape)
     return list(outputs)
+
+
+def _earlier() -> list[tf.Operation]:
+    """Return what the next operation has to wait for where TensorFlow keeps no order.
+
+    It keeps none in the backward pass of a function that is differentiated from outside.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if getattr(graph, "_add_control_dependencies", True):  # not a public name
+        return []
+    kinds = {"PyFunc", "StatefulPartitionedCall", "If", "While"}
+    return [each for each in graph.get_operations() if each.type in kinds]
 
 
 def _place() -> calls.Place:

@@ -204,6 +204,26 @@ def test_variables_are_broadcast_before_the_first_update():
         assert same_on_all_ranks([hvd.allreduce(v, op=hvd.Sum) for v in optimizer.variables])
 
 
+def test_gradients_that_wait_for_another_fit_are_not_broadcast():
+    def train(optimizer, x, y, batch, callbacks):
+        model = make_model()
+        for rows in (slice(batch), slice(batch, 2 * batch)):
+            fit(model, optimizer, x[rows], y[rows], batch, callbacks=callbacks)
+        return model.get_weights()
+
+    def one(wrap):
+        return wrap(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+
+    def several(wrap):
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(one(wrap)))
+
+    for make in (one, *([several] if hasattr(keras.optimizers, "MultiOptimizer") else [])):
+        expected = train(make(lambda each: each), *data(), BATCH * hvd.size(), [])
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        found = train(make(hvd.DistributedOptimizer), *map(own, data()), BATCH, [broadcast])
+        assert close(found, expected)
+
+
 def test_callbacks_serve_one_model_after_the_other():
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.125, warmup_epochs=1)

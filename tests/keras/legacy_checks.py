@@ -377,9 +377,10 @@ def test_gradients_are_averaged_once_by_whoever_comes_first():
             gradients = optimizer.get_gradients(loss, [weight])
             step = optimizer.apply_gradients([(gradients[0], weight)])
             session.run(tf.compat.v1.global_variables_initializer())
-            session.run(step)
-        assert len(count) == 1
-        assert close([session.run(weight)], [[1 - mean / 10, 2 - mean / 10]])
+            for _ in range(2):  # ranks compare their options with the second one
+                session.run(step)
+        assert len(count) == 2
+        assert close([session.run(weight)], [[1 - mean / 5, 2 - mean / 5]])
 
 
 def test_replicas_that_differ_are_refused():

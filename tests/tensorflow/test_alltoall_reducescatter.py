@@ -122,6 +122,24 @@ def test_gradients_through_groups(size):
         assert third.numpy().tolist() == [r + 1.0 for r in range(size)]
 
 
+@ranks(1, 2)
+def test_a_gradient_of_a_function_with_integers_in_its_groups(size):
+    hvd.init()
+
+    @tf.function
+    def grouped(first, labels):
+        reduced, _ = hvd.grouped_allreduce([first, labels], op=hvd.Sum)
+        _, gathered = hvd.grouped_allgather([labels, first])
+        scattered, _ = hvd.grouped_reducescatter([first, labels])
+        return tf.reduce_sum(reduced) + tf.reduce_sum(gathered) + tf.reduce_sum(scattered)
+
+    first = tf.ones(2)
+    with tf.GradientTape() as tape:
+        tape.watch(first)
+        loss = grouped(first, tf.range(2))
+    assert tape.gradient(loss, first).numpy().tolist() == [size + 1.0 + 1.0] * 2
+
+
 @BOTH
 def test_slices_in_a_group(size):
     hvd.init()

@@ -200,6 +200,20 @@ def test_unnamed_operations_of_a_graph_run_in_the_order_of_the_program(size):
         assert total.numpy() == 10 * size
 
 
+@ranks(2)
+def test_gradients_of_a_function_run_in_one_order_on_all_ranks(size):
+    """TensorFlow orders nothing in the backward pass of a function."""
+    hvd.init()
+    reduced = tf.function(lambda given: [hvd.allreduce(each, op=hvd.Sum) for each in given])
+    given = [tf.ones(2) for _ in range(8)]
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = tf.add_n([n * tf.reduce_sum(each) for n, each in enumerate(reduced(given))])
+        found = tape.gradient(loss, given)
+        assert [each.numpy().tolist() for each in found] == [[size * n] * 2 for n in range(8)]
+
+
 @ranks(2, 3)
 def test_functions_that_ranks_call_in_another_order_cross():
     """A graph's operation is compared by the line that made it, whatever thread runs it."""
