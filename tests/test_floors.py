@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3837, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1995, "collectives"),
-    "gradients": (7, 3210, "gradients"),
+    "gradients": (7, 3212, "gradients"),
     "recipe": (7, 2446, "recipe"),
     "torch": (8, 5901, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),

@@ -215,6 +215,35 @@ print(start, hvd.rank(), found, arrays[0].wait().tolist())
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["missing", "sparse"])
+def test_a_death_between_buckets_of_which_one_lacks_gradients(kind):
+    """Rank r brings 2^r; rank 0 dies when the ranks that are left have the first bucket."""
+    pytest.importorskip("torch")
+    code = f"""
+import torch
+import hvdlite.torch as hvd
+layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(3)]
+layers.append(torch.nn.Embedding(9, 2, sparse={kind == "sparse"}))
+weights = [layer.weight for layer in layers]
+names = [(f"w{{number}}", weight) for number, weight in enumerate(weights)]
+for weight in weights:
+    torch.nn.init.zeros_(weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), names)
+for step in range(4):
+    optimizer.zero_grad()
+    used = weights[: 2 if start == 2 and {kind == "missing"} else 3]
+    loss = 2.0**start * (layers[3](torch.arange(9)).sum() + sum(each.sum() for each in used))
+    loss.backward()
+    optimizer.step()
+print(*(sorted({{*weight.grad.to_dense().flatten().tolist()}}) for weight in weights))
+"""
+    variables = {"HVDLITE_FUSION_THRESHOLD": "400000", "HVDLITE_FIRST_BUCKET_SIZE": "400000"}
+    variables["HVDLITE_REHEARSE"] = "kill:rank=0,step=3,count=2"
+    expected = "[3.0] [3.0] [1.0] [3.0]" if kind == "missing" else "[3.0] [3.0] [3.0] [3.0]"
+    assert run(code, 3, env=variables)[0] == [expected] * 2
+
+
 # The other two scale each row by its place in what they get. Rank 0's rows have no receiver if it
 # dies before them.
 FORWARD = ["1 [0, 2, 2] [0, 1, 2, 1, 2, 3]", "2 [0, 3, 3] [1100, 1003, 4, 4, 5, 6]"]
