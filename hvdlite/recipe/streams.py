@@ -16,6 +16,9 @@ from hvdlite.recipe.sharding import own_part
 from hvdlite.world import parts, world
 
 _Item = TypeVar("_Item")
+# What ranks tell each other of their next items; a rank that has failed tells its id instead. No
+# number depends on how many ranks there are, of which one may die meanwhile.
+_END, _MORE = 2**62, 2**62 + 1
 
 
 class Stream:
@@ -108,12 +111,12 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
         state = int(handle.wait()[0])
         if failure is not None:
             raise failure
-        if state < world.size():
+        if state == _END:
+            return
+        if state < _END:
             raise HorovodInternalError(
                 f"rank {state} has no next item: its data raised an exception, which it shows"
             )
-        if state == world.size():
-            return
         following = _announce(items, name)
         yield item
 
@@ -121,13 +124,13 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
 def _announce(items: Iterator[Any], name: str) -> tuple[Any, Exception | None, Handle]:
     """Read the next item and begin to tell all ranks; return both, and the exception if any.
 
-    The least number of all ranks counts: that of a rank that has failed, then ``size`` for the end.
+    The least number of all ranks counts: that of a rank that has failed, then `_END`.
     """
-    item, failure, state = None, None, world.size() + 1
+    item, failure, state = None, None, _MORE
     try:
         item = next(items)
     except StopIteration:
-        state = world.size()
+        state = _END
     except Exception as error:
-        failure, state = error, world.rank()
+        failure, state = error, world.current().id
     return item, failure, collectives.allreduce_async(np.array([state]), name=name, op=Min)

@@ -216,6 +216,34 @@ print(start, hvd.rank(), found, arrays[0].wait().tolist())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("failing", [False, True])
+def test_lockstep_ends_though_its_news_are_older_than_a_death(failing):
+    """Rank 0 dies while all know that the next item of rank 2 is none, and none has asked yet."""
+    code = f"""
+import time
+def items():
+    yield from range(2 if start == 2 else 9)
+    if {failing}:
+        raise OSError("disk")
+found = []
+try:
+    for item in hvd.lockstep(items()):
+        found.append(item)
+        if len(found) == 2:
+            time.sleep(0.3)
+            if start == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+except (OSError, hvd.HorovodInternalError) as error:
+    found.append(str(error).partition(":")[0])
+print(start, found)
+"""
+    failed = ", 'rank 2 has no next item'" if failing else ""
+    own = ", 'disk'" if failing else ""
+    assert run(code, 3)[0] == [f"1 [0, 1{failed}]", f"2 [0, 1{own}]"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["missing", "sparse"])
 def test_a_death_between_buckets_of_which_one_lacks_gradients(kind):
     """Rank r brings 2^r; rank 0 dies when the ranks that are left have the first bucket."""
