@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "transport": (3, 3767, "transport"),
     "engine": (4, 3837, "engine"),
     "compression": (5, 2808, "compression"),
-    "collectives": (6, 1995, "collectives"),
+    "collectives": (6, 1997, "collectives"),
     "gradients": (7, 3212, "gradients"),
     "recipe": (7, 2449, "recipe"),
     "torch": (8, 5901, "torch"),

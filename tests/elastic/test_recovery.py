@@ -216,6 +216,21 @@ print(start, hvd.rank(), found, arrays[0].wait().tolist())
 
 
 @pytest.mark.slow
+def test_the_rank_that_joins_last_is_told_by_its_new_number():
+    """Rank 3 gets the number that the last one had."""
+    code = """
+import time
+hvd.barrier()
+if start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+hvd.barrier()
+time.sleep(0.5 * (start == 2))
+print(start, hvd.broadcast(np.array(start), hvd.join(), name="weights"))
+"""
+    assert run(code, 4)[0] == ["1 2", "2 2", "3 2"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True])
 def test_lockstep_ends_though_its_news_are_older_than_a_death(failing):
     """Rank 0 dies while all know that the next item of rank 2 is none, and none has asked yet."""
