@@ -16,8 +16,9 @@ from hvdlite.elastic import resizing, start
 from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError, ranks_text
-from hvdlite.world import mpi, world
+from hvdlite.world import membership, mpi, world
 
 _log = logging.getLogger("hvdlite")
 _NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
@@ -119,6 +120,7 @@ class _Attempts:
         self._rendezvous = rendezvous
         # On a spare, until it has the state: the ranks that have it.
         self._holders = holders
+        self._has_newcomers = bool(holders)
         self._retries = settings.elastic_retries
         self._reset_limit = settings.elastic_reset_limit
         self._resets = 0
@@ -145,6 +147,7 @@ class _Attempts:
                 if self._skip_sync:
                     self._state.merge()
                 else:
+                    self._number_alike()
                     self._state.sync()
                 self._check_holders()
                 result = train()
@@ -169,6 +172,18 @@ class _Attempts:
             self._learn(reports, failure)
             failure = None  # its traceback holds the old world
             self._is_new = True
+
+    def _number_alike(self) -> None:
+        """Have spares number what they make in the function as the others do, who called it before.
+
+        What is made before the function has the same numbers everywhere.
+        """
+        if self._has_newcomers:
+            found = global_process_set.labels, dict(membership.counts)
+            labels, counts = collectives.broadcast_object(found, 0, "elastic.numbers")
+            if self._holders:
+                global_process_set.labels = labels
+                membership.counts.update(counts)
 
     def _check_holders(self) -> None:
         """Require, on a spare, that a rank that has the state still lives."""
@@ -206,7 +221,8 @@ class _Attempts:
     ) -> None:
         """Evaluate the messages of all ranks; None: it has been a spare."""
         reports = [report for report in all_reports if report is not None]
-        self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
+        self._has_newcomers = None in all_reports
+        self._skip_sync = not self._has_newcomers and all(each.skip_sync for each in reports)
         # A rank may have failed once more than others, which had not begun yet.
         self._failures = max(report.failures for report in reports)
         errors = {rank: report.error for rank, report in enumerate(reports) if report.error}
