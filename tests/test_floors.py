@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1997, "collectives"),
     "gradients": (7, 3212, "gradients"),
-    "recipe": (7, 2449, "recipe"),
+    "recipe": (7, 2462, "recipe"),
     "torch": (8, 5897, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2312, "keras tensorflow.keras"),

@@ -395,6 +395,27 @@ for epoch in range(2):
     ][7:]
 
 
+@pytest.mark.slow
+def test_data_of_unknown_length_are_shared_out_in_the_next_epoch():
+    code = """
+class Items:
+    def __iter__(self):
+        return iter(range(24))
+batches = hvd.shard(Items(), batch_size=2, shuffle=False)
+for epoch in range(2):
+    for step, batch in enumerate(batches):
+        if epoch:
+            print(start, batch)
+        if start == 0 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.allreduce(np.ones(2))
+"""
+    starts = range(0, 24, 4)
+    assert sorted(run(code, 3)[0]) == sorted(
+        f"{rank} [{first + rank - 1}, {first + rank + 1}]" for first in starts for rank in (1, 2)
+    )
+
+
 def test_elastic_run_adapts_at_the_next_commit():
     code = """
 state = hvd.elastic.ObjectState(step=0, total=0.0, calls=0)
