@@ -120,7 +120,6 @@ class _Attempts:
         self._rendezvous = rendezvous
         # On a spare, until it has the state: the ranks that have it.
         self._holders = holders
-        self._has_newcomers = bool(holders)
         self._retries = settings.elastic_retries
         self._reset_limit = settings.elastic_reset_limit
         self._resets = 0
@@ -144,10 +143,11 @@ class _Attempts:
                     self._state.on_reset()
                     # The old world's lanes, with memory as large as the gradients, are in cycles.
                     gc.collect()
+                if self._is_new or self._holders:
+                    self._number_alike()
                 if self._skip_sync:
                     self._state.merge()
                 else:
-                    self._number_alike()
                     self._state.sync()
                 self._check_holders()
                 result = train()
@@ -174,16 +174,17 @@ class _Attempts:
             self._is_new = True
 
     def _number_alike(self) -> None:
-        """Have spares number what they make in the function as the others do, who called it before.
+        """Have all ranks number alike what they make in the function from now on.
 
-        What is made before the function has the same numbers everywhere.
+        Some may have made more than others before a failure, and a spare has made nothing there.
         """
-        if self._has_newcomers:
-            found = global_process_set.labels, dict(membership.counts)
-            labels, counts = collectives.broadcast_object(found, 0, "elastic.numbers")
-            if self._holders:
-                global_process_set.labels = labels
-                membership.counts.update(counts)
+        sets = [global_process_set, *runtime.process_sets().added]
+        own = [each.labels for each in sets], dict(membership.counts)
+        for labels, counts in collectives.allgather_object(own, "elastic.numbers"):
+            for process_set, made in zip(sets, labels, strict=True):
+                process_set.labels = max(made, process_set.labels)
+            for key, count in counts.items():
+                membership.counts[key] = max(count, membership.counts[key])
 
     def _check_holders(self) -> None:
         """Require, on a spare, that a rank that has the state still lives."""
@@ -221,8 +222,7 @@ class _Attempts:
     ) -> None:
         """Evaluate the messages of all ranks; None: it has been a spare."""
         reports = [report for report in all_reports if report is not None]
-        self._has_newcomers = None in all_reports
-        self._skip_sync = not self._has_newcomers and all(each.skip_sync for each in reports)
+        self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
         # A rank may have failed once more than others, which had not begun yet.
         self._failures = max(report.failures for report in reports)
         errors = {rank: report.error for rank, report in enumerate(reports) if report.error}
