@@ -216,6 +216,31 @@ print(start, hvd.rank(), found, arrays[0].wait().tolist())
 
 
 @pytest.mark.slow
+def test_a_loss_is_the_average_of_those_that_live():
+    """Rank 2, with most samples, dies between the exchanges of the gradients and of the loss."""
+    pytest.importorskip("torch")
+    code = """
+import torch
+import hvdlite.torch as hvd
+from hvdlite.base import observers
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), [("w", weight)])
+def observe(point, *about):
+    if (step, start, point) == (2, 2, "delivered"):
+        os.kill(os.getpid(), signal.SIGKILL)
+observers.add(observe)
+def closure():
+    optimizer.zero_grad()
+    loss = (weight - start).square().sum()
+    loss.backward()
+    return loss
+for step in range(4):
+    print(step, float(optimizer.step(closure, batch_size=[1, 3, 4][start])))
+"""
+    assert {*run(code, 3)[0]} == {"0 7.125", "1 7.125", "2 2.25", "3 2.25"}
+
+
+@pytest.mark.slow
 def test_the_rank_that_joins_last_is_told_by_its_new_number():
     """Rank 3 gets the number that the last one had."""
     code = """
