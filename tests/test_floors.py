@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2462, "recipe"),
     "torch": (8, 5897, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
-    "keras": (9, 2312, "keras tensorflow.keras"),
+    "keras": (9, 2315, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2703,
