@@ -23,20 +23,20 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1572, "base errors version"),
-    "world": (2, 819, "world"),
+    "world": (2, 820, "world"),
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
-    "engine": (4, 3837, "engine"),
+    "engine": (4, 3840, "engine"),
     "compression": (5, 2808, "compression"),
-    "collectives": (6, 1995, "collectives"),
-    "gradients": (7, 3210, "gradients"),
-    "recipe": (7, 2450, "recipe"),
-    "torch": (8, 5901, "torch"),
+    "collectives": (6, 1997, "collectives"),
+    "gradients": (7, 3217, "gradients"),
+    "recipe": (7, 2462, "recipe"),
+    "torch": (8, 5897, "torch"),
     "tensorflow": (8, 2895, "tensorflow"),
-    "keras": (9, 2327, "keras tensorflow.keras"),
+    "keras": (9, 2330, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2680,
+        2703,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

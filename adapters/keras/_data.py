@@ -152,3 +152,6 @@ class ShardedData(keras.utils.PyDataset):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batches, name)
+
+
+Batches.register(ShardedData)  # for `hvdlite.elastic`: it has all that those have

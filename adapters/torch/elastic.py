@@ -10,8 +10,7 @@ import torch
 
 from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
-from hvdlite.elastic.state import CapturingHandler, StateHandler
-from hvdlite.recipe.batches import Batches
+from hvdlite.elastic.state import PositionHandler, StatefulHandler, StateHandler, handlers
 from hvdlite.torch.sampler import ElasticSampler, ShardSampler
 from hvdlite.torch.state import (
     broadcast_parameters,
@@ -22,17 +21,6 @@ from hvdlite.torch.state import (
 from hvdlite.torch.wrapping import Distributed
 
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]
-
-
-class StatefulHandler(CapturingHandler):
-    """Handles objects with ``load_state_dict()`` and a ``state_dict()`` that pickle accepts."""
-
-    def capture(self) -> Any:
-        return copy.deepcopy(self.value.state_dict())
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        # Some objects keep the tensors that they are given.
-        self.value.load_state_dict(copy.deepcopy(captured))
 
 
 class ModelStateHandler(StatefulHandler):
@@ -84,23 +72,6 @@ class OptimizerStateHandler(StatefulHandler):
             self.value._restart()
 
 
-class PositionHandler(StatefulHandler):
-    """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
-
-    def sync(self) -> None:
-        sharding = self.value.sharding
-        # Of a spare, too, the global batches are those of the start.
-        here = {**self.value.state_dict(), "shares": sharding.shares or sharding.size}
-        self.value.load_state_dict(collectives.broadcast_object(here, 0, "elastic.position"))
-
-    def merge(self) -> None:
-        # The function is called again, and its loop goes on where the last commit was.
-        self.restore()
-
-    def gather(self) -> None:
-        """Do nothing: rank 0 has it."""
-
-
 class SamplerStateHandler(StatefulHandler):
     """Handles an `ElasticSampler`, and merges the samples that the ranks have processed."""
 
@@ -128,12 +99,11 @@ def _forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
         parameter.grad = None  # of an abandoned step
 
 
+handlers += [(ElasticSampler, SamplerStateHandler), (ShardSampler, PositionHandler)]
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
-    (ElasticSampler, SamplerStateHandler),
-    (ShardSampler, PositionHandler),
-    (Batches, PositionHandler),
+    *handlers,
 ]
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,10 +31,6 @@ from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
-
-# Ranks make their optimizers in one order, those of a process set among themselves. The numbers
-# outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
-_numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 
 
 class Reducer:
@@ -326,5 +321,6 @@ def _describe(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> Paramet
 
 def next_label(kind: str, process_set: ProcessSet | None) -> str:
     """Return a label that no other exchange of the process set has, the same on all its ranks."""
-    numbers = _numbers.setdefault(process_set or global_process_set, itertools.count())
-    return f"{kind} {next(numbers)}"
+    process_set = process_set or global_process_set
+    process_set.labels += 1
+    return f"{kind} {process_set.labels - 1}"

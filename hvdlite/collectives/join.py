@@ -18,6 +18,7 @@ from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport import Transport
+from hvdlite.world import world
 
 
 def join(process_set: ProcessSet = global_process_set) -> int:
@@ -39,7 +40,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
         process_set: The ranks that take part.
 
     Returns:
-        The rank that joined last, the same on all.
+        The rank that joined last of those that live, the same on all.
 
     Raises:
         ValueError: This rank is not in the process set.
@@ -48,12 +49,12 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     engine = runtime.engine(process_set)
     _submit_joins(engine)
     try:
-        last: int = [handle.wait() for handle in engine.joins][-1]
+        ids = [handle.wait() for handle in engine.joins][-1]
     except HorovodInternalError:
         engine.joins.clear()
         raise
     engine.joins.clear()
-    return last
+    return world.current().numbers(ids)[0]
 
 
 @uninterrupted
@@ -76,9 +77,10 @@ class Join(Operation):
         super().__init__("join()", Signature((("the operation", "join"),)))
         self._calls = calls
 
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[int]:
+        """Return the ids of the ranks, that of the one that joined last first."""
         here = time.monotonic() - self.submitted, self._calls.counts
         messages = map(pickle.loads, transport.gather(pickle.dumps(here)))
         waited, counts = zip(*messages, strict=True)
         self._calls.catch_up(counts)
-        return transport.members[waited.index(min(waited))]
+        return [each for _, each in sorted(zip(waited, transport.members, strict=True))]

@@ -16,8 +16,9 @@ from hvdlite.elastic import resizing, start
 from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError, ranks_text
-from hvdlite.world import mpi, world
+from hvdlite.world import membership, mpi, world
 
 _log = logging.getLogger("hvdlite")
 _NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
@@ -142,6 +143,8 @@ class _Attempts:
                     self._state.on_reset()
                     # The old world's lanes, with memory as large as the gradients, are in cycles.
                     gc.collect()
+                if self._is_new or self._holders:
+                    self._number_alike()
                 if self._skip_sync:
                     self._state.merge()
                 else:
@@ -169,6 +172,19 @@ class _Attempts:
             self._learn(reports, failure)
             failure = None  # its traceback holds the old world
             self._is_new = True
+
+    def _number_alike(self) -> None:
+        """Have all ranks number alike what they make in the function from now on.
+
+        Some may have made more than others before a failure, and a spare has made nothing there.
+        """
+        sets = [global_process_set, *runtime.process_sets().added]
+        own = [each.labels for each in sets], dict(membership.counts)
+        for labels, counts in collectives.allgather_object(own, "elastic.numbers"):
+            for process_set, made in zip(sets, labels, strict=True):
+                process_set.labels = max(made, process_set.labels)
+            for key, count in counts.items():
+                membership.counts[key] = max(count, membership.counts[key])
 
     def _check_holders(self) -> None:
         """Require, on a spare, that a rank that has the state still lives."""

@@ -17,6 +17,7 @@ from hvdlite.base.reduction import Max, ReduceOp
 from hvdlite.elastic import resizing, start
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.recipe.batches import Batches
 from hvdlite.recipe.variables import broadcast_variables
 from hvdlite.world import parts, world
 
@@ -231,6 +232,34 @@ class CapturingHandler(StateHandler):
         self.apply(dump)
 
 
+class StatefulHandler(CapturingHandler):
+    """Handles objects with ``load_state_dict()`` and a ``state_dict()`` that pickle accepts."""
+
+    def capture(self) -> Any:
+        return copy.deepcopy(self.value.state_dict())
+
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        # Some objects keep the tensors that they are given.
+        self.value.load_state_dict(copy.deepcopy(captured))
+
+
+class PositionHandler(StatefulHandler):
+    """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
+
+    def sync(self) -> None:
+        sharding = self.value.sharding
+        # Of a spare, too, the global batches are those of the start.
+        here = {**self.value.state_dict(), "shares": sharding.shares or sharding.size}
+        self.value.load_state_dict(collectives.broadcast_object(here, 0, "elastic.position"))
+
+    def merge(self) -> None:
+        # The function is called again, and its loop goes on where the last commit was.
+        self.restore()
+
+    def gather(self) -> None:
+        """Do nothing: rank 0 has it."""
+
+
 class VariablesHandler(CapturingHandler):
     """Handles an object's variables, which have ``numpy()`` and ``assign()``.
 
@@ -316,8 +345,14 @@ class ExchangeHandler(CapturingHandler):
         return {key: getattr(state, method)(where) for key, (state, _, where) in found}
 
 
+#: The handlers of objects that are not copied, by their type: parts of them are each rank's own.
+handlers: list[tuple[type, type[StateHandler]]] = [(Batches, PositionHandler)]
+
+
 class ObjectState(State):
     """A state whose parts are its attributes, anything that can be copied and pickled.
+
+    Of ``hvd.shard`` it has the position, and each rank keeps its own part of the data.
 
     Example::
 
@@ -354,6 +389,8 @@ class ObjectState(State):
                     f"{name!r} is a part of {type(self).__name__} already; give the value another "
                     "name"
                 )
+            kind = next((handler for kind, handler in handlers if isinstance(value, kind)), None)
+            value = value if kind is None else kind(value)
             if isinstance(value, StateHandler):
                 self._handlers.append((name, value))
                 setattr(self, name, value.value)

@@ -33,6 +33,8 @@ class ProcessSet:
         process_set_id: A number, the same on all ranks; None: it is not registered.
         comm: The communicator, if it was made of one.
         ranks: The ranks in ascending order; None for a communicator's set that is not registered.
+        labels: How many labels of exchanges its ranks have made, in one order. It outlives the
+            engine, so that exchanges keep their names whichever is the first to use a new world.
 
     Raises:
         ValueError: A rank is no integer.
@@ -40,6 +42,7 @@ class ProcessSet:
 
     process_set_id: int | None = None
     ranks: list[int] | None
+    labels = 0
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         self.comm = None

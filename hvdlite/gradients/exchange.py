@@ -384,9 +384,11 @@ class GradientExchange:
         return found
 
     def _read_all_kinds(self) -> list[bool]:
-        kinds = np.zeros((len(self.buckets.all[0].kinds), self._count), np.uint8)
+        # Should a rank die in the step, some buckets are of more ranks than others.
+        ranks = max(len(bucket.kinds) for bucket in self.buckets.all)
+        kinds = np.full((ranks, self._count), ABSENT, np.uint8)
         for members, bucket in zip(self.buckets.plan, self.buckets.all, strict=True):
-            kinds[:, members] = bucket.kinds
+            kinds[: len(bucket.kinds), members] = bucket.kinds
         self.converted = bool((kinds == CONVERTED).any())
         if self.converted:
             return [False] * self._count

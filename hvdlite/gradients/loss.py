@@ -65,4 +65,9 @@ class LossExchange:
             return None
         losses = [_LOSS.unpack(each) if each else (0.0, 0.0) for each in payloads]
         total = sum((each * factor for each, factor in losses if factor), 0.0)
-        return total / len(losses) if self._op is ReduceOp.AVERAGE else total
+        if self._op is not ReduceOp.AVERAGE:
+            return total
+        factors = [factor for _, factor in losses]
+        # Those of samples add up to the number of ranks, unless one has died since it was taken.
+        is_weighted = any(factor not in (0.0, 1.0) for factor in factors)
+        return total / (sum(factors) if is_weighted else len(factors))

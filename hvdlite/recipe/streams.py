@@ -16,10 +16,9 @@ from hvdlite.recipe.sharding import own_part
 from hvdlite.world import parts, world
 
 _Item = TypeVar("_Item")
-
-# What a rank announces in `lockstep`: one more item, or the end; by its own number, that it has
-# failed. None depends on the number of ranks, which may become fewer until all know of it.
-_MORE, _AT_END = np.iinfo(np.int64).max, np.iinfo(np.int64).max - 1
+# What ranks tell each other of their next items; a rank that has failed tells its id instead. No
+# number depends on how many ranks there are, of which one may die meanwhile.
+_END, _MORE = 2**62, 2**62 + 1
 
 
 class Stream:
@@ -30,7 +29,8 @@ class Stream:
     the last batch is smaller or, on some ranks, has one sample more: every sample comes once, and
     all ranks make the same number of steps, of which they need not tell each other.
 
-    Each iteration reads the iterable from its beginning, as far as that can be done again.
+    Each iteration reads the iterable from its beginning, as far as that can be done again, for the
+    ranks that there are then. What belongs to one that dies meanwhile is lost.
 
     Args:
         batch_size, rank, size: As for `shard`.
@@ -51,27 +51,39 @@ class Stream:
                 f"data of unknown length (a {type(data).__name__})", "give them a length and items"
             )
         self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
-        self.rank, self.size = own_part(rank, size)
+        self._given = rank, size
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take the numbers of now: ranks may have died since, or have come in."""
+        self.rank, self.size = own_part(*self._given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow()  # for a worker, which may know of no world
+        return self.__dict__
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.part(0, 1)
 
     def part(self, number: int, parts: int) -> Iterator[list[Any]]:
         """Return every ``parts``-th batch, from batch ``number`` on, for one of several workers."""
-        whole = self.batch_size * self.size
+        if world.is_initialized():
+            self._follow()
+        rank, size = self.rank, self.size
+        whole = self.batch_size * size
         batch: list[Any] = []
         step, samples = 0, 0
         for samples, item in enumerate(self.data, start=1):
-            if (samples - 1) % self.size == self.rank:
+            if (samples - 1) % size == rank:
                 batch.append(item)
             # Now every rank has a sample of the next batch, so that this one is not the last.
-            if samples == (step + 1) * whole + self.size:
+            if samples == (step + 1) * whole + size:
                 if step % parts == number:
                     yield batch[:-1]
                 step, batch = step + 1, batch[-1:]
-        if samples < self.size and not self.allow_empty:
+        if samples < size and not self.allow_empty:
             raise ValueError(
-                f"{samples} samples cannot give each of {self.size} ranks one: start at most "
+                f"{samples} samples cannot give each of {size} ranks one: start at most "
                 f"{samples} ranks or, for evaluation, pass allow_empty=True; a generator can be "
                 "read only once"
             )
@@ -112,12 +124,12 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
         state = int(handle.wait()[0])
         if failure is not None:
             raise failure
-        if state < _AT_END:
+        if state == _END:
+            return
+        if state < _END:
             raise HorovodInternalError(
                 f"rank {state} has no next item: its data raised an exception, which it shows"
             )
-        if state == _AT_END:
-            return
         following = _announce(items, name)
         yield item
 
@@ -125,13 +137,13 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
 def _announce(items: Iterator[Any], name: str) -> tuple[Any, Exception | None, Handle]:
     """Read the next item and begin to tell all ranks; return both, and the exception if any.
 
-    The least number of all ranks counts.
+    The least number of all ranks counts: that of a rank that has failed, then `_END`.
     """
     item, failure, state = None, None, _MORE
     try:
         item = next(items)
     except StopIteration:
-        state = _AT_END
+        state = _END
     except Exception as error:
-        failure, state = error, world.rank()
+        failure, state = error, world.current().id
     return item, failure, collectives.allreduce_async(np.array([state]), name=name, op=Min)

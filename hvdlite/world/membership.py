@@ -48,7 +48,8 @@ class Member(ABC):
 
 _Key = tuple[Hashable, int]
 _members: WeakValueDictionary[_Key, Member] = WeakValueDictionary()
-_counts: dict[Hashable, int] = defaultdict(int)
+#: The objects that have joined, by key.
+counts: dict[Hashable, int] = defaultdict(int)
 # What objects that this rank has yet to make must do to correspond to those of other ranks: the
 # arguments of `Member.begin`, and of each `Member.renumber`.
 _missed: dict[_Key, tuple[tuple[int, int], list[tuple[Any, int, int]]]] = {}
@@ -63,8 +64,8 @@ def join(member: Member, key: Hashable) -> None:
             in the order of their creation.
     """
     with lock:
-        number = _counts[key]
-        _counts[key] += 1
+        number = counts[key]
+        counts[key] += 1
         now = world.rank(), world.size()
         first, changes = _missed.pop((key, number), (now, []))
         member.begin(*first)
@@ -90,5 +91,5 @@ def renumber(everywhere: Sequence[Mapping[Any, Any]], rank: int, size: int) -> N
         after = max(positions[key] for positions in everywhere if key in positions)
         if key in _members:
             _members[key].renumber(after, rank, size)
-        elif key[1] >= _counts[key[0]]:
+        elif key[1] >= counts[key[0]]:
             _missed.setdefault(key, (_before, []))[1].append((after, rank, size))

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+from hvdlite.keras import shard
 from hvdlite.keras.elastic import (
     CommitStateCallback,
     KerasState,
@@ -213,6 +214,16 @@ class TestStates:
         assert shared[0] == shared[1]
         seeds = hvd.allgather_object(values([seed]))
         assert seeds[0] != seeds[1]
+
+
+@ranks(2, timeout=PATIENCE)
+def test_a_state_leaves_each_rank_its_part_of_the_data():
+    hvd.init()
+    batches = shard(np.arange(8), batch_size=1, shuffle=False)
+    state = KerasState(make_model(1), batches=batches)
+    state.sync()
+    assert state.batches is batches
+    assert sorted(hvd.allgather(np.concatenate(list(batches))).numpy()) == [*range(8)]
 
 
 class Committed(KerasState):

@@ -215,6 +215,103 @@ print(start, hvd.rank(), found, arrays[0].wait().tolist())
     ]
 
 
+@pytest.mark.slow
+def test_a_loss_is_the_average_of_those_that_live():
+    """Rank 2, with most samples, dies between the exchanges of the gradients and of the loss."""
+    pytest.importorskip("torch")
+    code = """
+import torch
+import hvdlite.torch as hvd
+from hvdlite.base import observers
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), [("w", weight)])
+def observe(point, *about):
+    if (step, start, point) == (2, 2, "delivered"):
+        os.kill(os.getpid(), signal.SIGKILL)
+observers.add(observe)
+def closure():
+    optimizer.zero_grad()
+    loss = (weight - start).square().sum()
+    loss.backward()
+    return loss
+for step in range(4):
+    print(step, float(optimizer.step(closure, batch_size=[1, 3, 4][start])))
+"""
+    assert {*run(code, 3)[0]} == {"0 7.125", "1 7.125", "2 2.25", "3 2.25"}
+
+
+@pytest.mark.slow
+def test_the_rank_that_joins_last_is_told_by_its_new_number():
+    """Rank 3 gets the number that the last one had."""
+    code = """
+import time
+hvd.barrier()
+if start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+hvd.barrier()
+time.sleep(0.5 * (start == 2))
+print(start, hvd.broadcast(np.array(start), hvd.join(), name="weights"))
+"""
+    assert run(code, 4)[0] == ["1 2", "2 2", "3 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [False, True])
+def test_lockstep_ends_though_its_news_are_older_than_a_death(failing):
+    """Rank 0 dies while all know that the next item of rank 2 is none, and none has asked yet."""
+    code = f"""
+import time
+def items():
+    yield from range(2 if start == 2 else 9)
+    if {failing}:
+        raise OSError("disk")
+found = []
+try:
+    for item in hvd.lockstep(items()):
+        found.append(item)
+        if len(found) == 2:
+            time.sleep(0.3)
+            if start == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+except (OSError, hvd.HorovodInternalError) as error:
+    found.append(str(error).partition(":")[0])
+print(start, found)
+"""
+    failed = ", 'rank 2 has no next item'" if failing else ""
+    own = ", 'disk'" if failing else ""
+    assert run(code, 3)[0] == [f"1 [0, 1{failed}]", f"2 [0, 1{own}]"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["missing", "sparse"])
+def test_a_death_between_buckets_of_which_one_lacks_gradients(kind):
+    """Rank r brings 2^r; rank 0 dies when the ranks that are left have the first bucket."""
+    pytest.importorskip("torch")
+    code = f"""
+import torch
+import hvdlite.torch as hvd
+layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(3)]
+layers.append(torch.nn.Embedding(9, 2, sparse={kind == "sparse"}))
+weights = [layer.weight for layer in layers]
+names = [(f"w{{number}}", weight) for number, weight in enumerate(weights)]
+for weight in weights:
+    torch.nn.init.zeros_(weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), names)
+for step in range(4):
+    optimizer.zero_grad()
+    used = weights[: 2 if start == 2 and {kind == "missing"} else 3]
+    loss = 2.0**start * (layers[3](torch.arange(9)).sum() + sum(each.sum() for each in used))
+    loss.backward()
+    optimizer.step()
+print(*(sorted({{*weight.grad.to_dense().flatten().tolist()}}) for weight in weights))
+"""
+    variables = {"HVDLITE_FUSION_THRESHOLD": "400000", "HVDLITE_FIRST_BUCKET_SIZE": "400000"}
+    variables["HVDLITE_REHEARSE"] = "kill:rank=0,step=3,count=2"
+    expected = "[3.0] [3.0] [1.0] [3.0]" if kind == "missing" else "[3.0] [3.0] [3.0] [3.0]"
+    assert run(code, 3, env=variables)[0] == [expected] * 2
+
+
 # The other two scale each row by its place in what they get. Rank 0's rows have no receiver if it
 # dies before them.
 FORWARD = ["1 [0, 2, 2] [0, 1, 2, 1, 2, 3]", "2 [0, 3, 3] [1100, 1003, 4, 4, 5, 6]"]
@@ -321,6 +418,27 @@ for epoch in range(2):
     assert [a + b for a, b in zip(sizes[0][7:], sizes[2][7:], strict=True)] == [
         total for _ in range(2) for total in Sharding(103, 5, 0, 4).global_batch_sizes
     ][7:]
+
+
+@pytest.mark.slow
+def test_data_of_unknown_length_are_shared_out_in_the_next_epoch():
+    code = """
+class Items:
+    def __iter__(self):
+        return iter(range(24))
+batches = hvd.shard(Items(), batch_size=2, shuffle=False)
+for epoch in range(2):
+    for step, batch in enumerate(batches):
+        if epoch:
+            print(start, batch)
+        if start == 0 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.allreduce(np.ones(2))
+"""
+    starts = range(0, 24, 4)
+    assert sorted(run(code, 3)[0]) == sorted(
+        f"{rank} [{first + rank - 1}, {first + rank + 1}]" for first in starts for rank in (1, 2)
+    )
 
 
 def test_elastic_run_adapts_at_the_next_commit():

@@ -179,6 +179,41 @@ def test_process_sets_are_those_of_the_ranks():
 
 
 @pytest.mark.slow
+def test_a_spare_makes_in_the_function_what_the_others_make():
+    """Process 1 dies in the first call; a spare comes in, and process 2 dies in the second one."""
+    pytest.importorskip("torch")
+    code = """
+import json, os, signal
+import torch
+import hvdlite.torch as hvd
+me = int(os.environ["OMPI_COMM_WORLD_RANK"])
+hvd.init()
+model = torch.nn.Linear(3, 1)
+
+@hvd.elastic.run
+def train(state):
+    state.calls += 1
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in range(2):
+        for step, batch in enumerate(hvd.shard(torch.arange(48), batch_size=4)):
+            print(json.dumps([state.calls, epoch, batch.tolist()]), flush=True)
+            if (state.calls, epoch, step, me) in [(1, 0, 1, 1), (2, 0, 2, 2)]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            if state.calls == 1 and step == 1:
+                state.commit()
+
+train(hvd.elastic.TorchState(model, calls=0))
+"""
+    found, _ = run([], code=code)
+    for epoch in range(2):
+        taken = [each for call, at, batch in found if (call, at) == (2, epoch) for each in batch]
+        assert sorted(taken) == [*range(48)]
+
+
+@pytest.mark.slow
 def test_torch():
     job = hvdliterun(
         *("--elastic", "-np", 3, "--spares", 1),

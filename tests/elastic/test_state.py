@@ -85,6 +85,23 @@ class TestObjectState:
         assert state.epoch == 5
 
 
+@ranks(1, 2, 3)
+def test_a_state_leaves_each_rank_its_part_of_the_data():
+    hvd.init()
+    batches = hvd.shard(np.arange(24), batch_size=1, shuffle=False)
+    state = ObjectState(batches=batches, epoch=0)
+    iterator = iter(batches)
+    next(iterator)
+    state.save()
+    next(iterator)
+    for change in (state.restore, state.sync, state.merge):
+        change()
+        assert state.batches is batches
+        taken = hvd.allgather(np.concatenate(list(batches)))
+        assert sorted(taken) == list(range(hvd.size(), 24))
+        batches.load_state_dict({**batches.state_dict(), "epoch": 0, "done": hvd.size()})
+
+
 class Counting(State):
     def __init__(self):
         super().__init__()

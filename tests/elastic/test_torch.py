@@ -18,6 +18,7 @@ from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.recipe import Sharding
 from hvdlite.torch import elastic
 from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
+from hvdlite.world import membership
 from tests.harness import ranks
 from tests.torch import test_state as loading
 
@@ -408,3 +409,27 @@ def test_the_optimizer_of_a_state_keeps_its_dicts_and_dtypes(load):
         loading.check_that_dicts_are_kept(load, is_around)
     for dtype in (torch.bfloat16, torch.float64):
         loading.check_that_dtypes_are_kept(load, dtype, clears=load is by_sync)
+
+
+@ranks(2)
+def test_what_only_some_ranks_have_made_before_a_failure():
+    """The next call of the function makes optimizers and data that find those of the others."""
+    hvd.init()
+    model, calls = torch.nn.Linear(3, 1), []
+
+    @elastic.run
+    def train(state):
+        calls.append(hvd.rank())
+        if calls == [1]:
+            raise hvd.HorovodInternalError("made up")
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        hvd.shard(torch.arange(8), batch_size=1)
+        if calls == [0]:
+            hvd.allreduce(torch.ones(1))
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        return dict(membership.counts)
+
+    counts = hvd.allgather_object(train(TorchState(model)))
+    assert counts[0] == counts[1]

@@ -16,7 +16,7 @@ from hvdlite.world import membership, world
 @pytest.fixture
 def numbers(monkeypatch):
     """A process without members, and a function that gives it a rank and a number of ranks."""
-    for name, empty in (("_members", {}), ("_counts", defaultdict(int)), ("_missed", {})):
+    for name, empty in (("_members", {}), ("counts", defaultdict(int)), ("_missed", {})):
         monkeypatch.setattr(membership, name, empty)
 
     def enter(rank, size):
