@@ -31,6 +31,8 @@ _SAMPLE = 2**12
 
 # The number of tensors that view a storage. It is not public: where it is absent, all is copied.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# The number of owners of a tensor, arrays of other libraries that view it by DLPack among them.
+_owner_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 
 #: The copies of a gradient: slices of the flat gradient, and their flat copies.
 Copies = list[tuple[slice, torch.Tensor]]
@@ -324,6 +326,8 @@ class GradientBuffers:
         storage = gradient.untyped_storage()
         if _use_count(storage._cdata) > _ALONE or storage.nbytes() != gradient.nbytes:
             return False
+        if _owner_count(gradient) > _OWNERS_OF_GRADIENT:
+            return False
         is_ours = number in self._zero_copy_of_torch or gradient.data_ptr() == self._average_at.get(
             number
         )
@@ -377,6 +381,7 @@ def _views_of_one_tensor() -> int:
 
 
 _ALONE = _views_of_one_tensor()
+_OWNERS_OF_GRADIENT = 2  # its parameter and Python
 
 
 def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
@@ -388,6 +393,7 @@ def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     return (
         max(map(_use_count, map(_identity, storages))) <= _ALONE
+        and max(map(_owner_count, gradients)) <= _OWNERS_OF_GRADIENT
         and all(map(torch.UntypedStorage.resizable, storages))
         and not any(map(torch.UntypedStorage.is_shared, storages))
         and all(map(torch.Tensor.is_contiguous, gradients))

@@ -137,10 +137,13 @@ def arrays(parameters):
     return views
 
 
-def exported(parameters):
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad.numpy() for parameter in parameters]
+def exported(by):
+    def make(parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return [by(parameter.grad) for parameter in parameters]
+
+    return make
 
 
 @ranks(2, 3)
@@ -157,7 +160,8 @@ def test_averages_are_written_where_others_look(monkeypatch, numel, large):
         own_buffers(torch.Tensor.detach),
         own_buffers(lambda view: view.share_memory_()),
         arrays,
-        exported,
+        exported(torch.Tensor.numpy),
+        exported(torch.from_dlpack),
     ):
         parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
