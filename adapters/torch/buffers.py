@@ -384,6 +384,12 @@ _ALONE = _views_of_one_tensor()
 _OWNERS_OF_GRADIENT = 2  # its parameter and Python
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether nobody else has the memory of a tensor that is no gradient."""
+    is_viewed = _use_count is None or _use_count(tensor.untyped_storage()._cdata) > _ALONE
+    return not is_viewed and _owner_count(tensor) <= 1
+
+
 def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether nobody else has the memory of any gradient, fast.
 

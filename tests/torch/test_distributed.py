@@ -94,18 +94,29 @@ def test_all_reduce_by_every_operation(size):
 
 @ranks(2, 3)
 @grouped
-def test_all_reduce_again_in_memory_that_only_some_ranks_share(size):
-    """A tensor that is reduced again moves; views see it, and a copy on one rank is as good."""
+@pytest.mark.parametrize("view", [None, torch.detach, torch.from_dlpack])
+def test_all_reduce_again_in_memory_that_only_some_ranks_share(size, view):
+    """A tensor that is reduced again moves, if it is alone; a copy on one rank is as good."""
     count = 1 << 18
-    tensor = torch.empty(count)
-    view = tensor[1:]
+    tensor, places = torch.empty(count), set()
+    viewed = tensor if view is None else view(tensor)
     for step in range(6):
-        is_new = step > 3 and dist.get_rank() == 0
-        used = tensor.clone() if is_new else tensor
+        used = tensor.clone() if step > 3 and dist.get_rank() == 0 else tensor
         used.fill_(dist.get_rank() + step)
         dist.all_reduce(used)
         assert torch.equal(used, torch.full_like(used, size * (size - 1) / 2 + size * step))
-        assert is_new or (view[-1] == tensor[-1] and view.data_ptr() == tensor.data_ptr() + 4)
+        assert torch.equal(viewed, tensor)
+        places.add(tensor.data_ptr())
+    assert len(places) == (2 if view is None else 1)
+
+
+@ranks(2, 3)
+@grouped
+def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
+    tensor = torch.ones(1 << 20)
+    for work in [dist.all_reduce(tensor, async_op=True) for _ in range(4)]:
+        work.wait()
+    assert (tensor == size**4).all()
 
 
 @ranks(2, 3)
