@@ -548,6 +548,18 @@ def _train_by_ddp():
 
 @ranks(2, settings={"HVDLITE_OVERLAP": "0"})
 @grouped
+def test_without_cores_to_spare_allreduces_of_ddp_begin_at_the_end_of_the_backward_pass(size):
+    model, begun = DistributedDataParallel(Net(), bucket_cap_mb=1e-3), []
+    first, *_ = model.parameters()
+    for _ in range(3):
+        first.register_hook(lambda _: begun.extend(dist.group.WORLD._end._handles))
+        model(torch.ones(2, 8)).sum().backward()
+    assert begun
+    assert all(handle.finished for handle in begun)
+
+
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})
+@grouped
 @pytest.mark.parametrize("way", ["poll", "wait", "future", "reducer", "hook"])
 def test_a_hook_may_wait_in_the_backward_pass(size, way):
     """Without cores to spare, DDP's own allreduces begin at the end of it."""
