@@ -157,20 +157,21 @@ class GradientBuffers:
                 self._results[number] = self._tensor(self._exchange.buckets.result_slot(number))
         self._is_lent = False
         if self._lends:
-            views = [each for each in self._results if each is not None]
-            self._storages = [*map(_identity, map(torch.Tensor.untyped_storage, views))]
-            self._counts = self._count_views()
+            self._views = [each for each in self._results if each is not None]
+            self._storages = [*map(_identity, map(torch.Tensor.untyped_storage, self._views))]
+            self._unused = self._describe_use()
 
-    def _count_views(self) -> list[int]:
+    def _describe_use(self) -> list[int]:
+        """Return how many view each, and where it lies: torch moves what other processes get."""
         assert _use_count is not None
-        return [*map(_use_count, self._storages)]
+        return [*map(_use_count, self._storages), *map(torch.Tensor.data_ptr, self._views)]
 
     def begin_step(self) -> None:
         """Release the old memory of gradients, and take the result arrays back."""
         self.release()
         if not self._is_lent:
             return
-        if self._count_views() == self._counts:
+        if self._describe_use() == self._unused:
             self._is_lent = False
             for bucket, _ in self._small:
                 self._exchange.buckets.lane.reclaim(bucket.arrays.result)

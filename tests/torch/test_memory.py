@@ -230,6 +230,20 @@ def test_whoever_keeps_gradients_of_each_step_keeps_no_bucket_for_each():
 
 
 @ranks(2)
+def test_small_gradients_are_exchanged_after_torch_has_moved_their_memory():
+    """It does so in place, as queues of torch.multiprocessing do with what is put in."""
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(40))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    for step in range(6):
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1) * step).sum().backward()
+        optimizer.step()
+        assert parameter.grad.tolist() == [1.5 * step] * 40
+        parameter.grad.share_memory_()
+
+
+@ranks(2)
 def test_small_gradients_are_exchanged_after_forks_that_found_them_in_use():
     hvd.init()
     places = places_of_small(6, lambda parameters: run_forked(lambda: None))
