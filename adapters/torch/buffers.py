@@ -58,7 +58,7 @@ class Step:
         versions: of those, as they were then.
         samples: the first elements of those that have no complete copy.
         kinds: of those that are sparse, as in the metadata of buckets.
-        zero_copied: those of which a part is exchanged without a copy.
+        zero_copied: the addresses of those of which a part is exchanged without a copy.
         gradients: all, at the end of the backward pass.
         averaged: those that have an average, once the exchange has ended.
         sparse_waits: functions that wait for the averages of sparse ones.
@@ -75,7 +75,7 @@ class Step:
         self.versions: dict[int, int] = {}
         self.samples: dict[int, torch.Tensor] = {}
         self.kinds: dict[int, int] = {}
-        self.zero_copied: set[int] = set()
+        self.zero_copied: dict[int, int] = {}
         self.gradients: list[Any] = []
         self.averaged: list[int] | None = None
         self.sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
@@ -365,7 +365,7 @@ class GradientBuffers:
             slot[part].copy_(flat[part])
         zero_copy = self._zero_copy_ranges[number]
         self._exchange.buckets.set_zero_copy(number, zero_copy.start, to_array(flat[zero_copy]))
-        step.zero_copied.add(number)
+        step.zero_copied[number] = gradient.data_ptr()
         step.samples[number] = gradient.view(-1)[:_SAMPLE].clone()
 
     def _read(self, number: int) -> list[slice]:
@@ -481,6 +481,8 @@ class ChangeDetector:
 
     def _has_changed(self, step: Step, number: int, copied: Copies, whole: bool = False) -> bool:
         gradient, sample = step.taken[number], step.samples.get(number)
+        if number in step.zero_copied and step.zero_copied[number] != gradient.data_ptr():
+            return True  # torch has moved it, for another process, and freed what is exchanged
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         flat = dense.reshape(-1)
         pairs = [] if sample is None else [(sample, flat[:_SAMPLE])]

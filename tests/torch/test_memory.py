@@ -362,6 +362,27 @@ def test_a_change_before_the_exchange_has_ended_is_an_error(monkeypatch, prepare
     assert parameter.isnan().all()
 
 
+@ranks(2)
+def test_a_lent_gradient_that_torch_moves_before_the_exchange_has_ended_is_an_error(monkeypatch):
+    """Its old memory is freed, which the exchange would read; a copied one may move."""
+    for lent in (False, True):
+        if lent:
+            lend_all(monkeypatch)
+        hvd.init()
+        parameter = torch.nn.Parameter(torch.zeros(10))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        for _ in range(5):
+            optimizer.zero_grad()
+            (parameter * (hvd.rank() + 1)).sum().backward()
+            parameter.grad.share_memory_()
+            if lent:
+                with pytest.raises(RuntimeError, match="was changed after backward"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert parameter.tolist() == [0.0 if lent else -7.5] * 10
+
+
 class _TwoViews(torch.autograd.Function):
     """Two parameters whose gradients lie in one tensor."""
 
