@@ -719,6 +719,20 @@ def test_hook_sends_what_the_optimizer_sends(size):
 
 @ranks(2)
 @grouped
+def test_hook_goes_on_after_torch_has_moved_a_bucket(size):
+    """It does so where a gradient in the bucket gets into a queue of torch.multiprocessing."""
+    whole, model = Net(), DistributedDataParallel(Net(), gradient_as_bucket_view=True)
+    model.register_comm_hook(hvd.comm_hook_state(), hvd.comm_hook)
+    for _ in range(2):
+        train(whole, whole.parameters())
+        train(model, model.parameters(), rank=dist.get_rank())
+        for parameter in model.parameters():
+            parameter.grad.share_memory_()
+    torch.testing.assert_close(weights_of(model), weights_of(whole))
+
+
+@ranks(2)
+@grouped
 def test_hook_takes_every_strategy(size):
     for strategy in ONE_OF_EACH:
         model = DistributedDataParallel(Net(), bucket_cap_mb=1e-2)
