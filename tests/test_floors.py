@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1995, "collectives"),
     "gradients": (7, 3210, "gradients"),
     "recipe": (7, 2446, "recipe"),
-    "torch": (8, 5934, "torch"),
+    "torch": (8, 5935, "torch"),
     "tensorflow": (8, 2870, "tensorflow"),
     "keras": (9, 2312, "keras tensorflow.keras"),
     "elastic": (

@@ -110,6 +110,16 @@ def test_all_reduce_again_in_memory_that_only_some_ranks_share(size, view):
     assert len(places) == (2 if view is None else 1)
 
 
+@ranks(2)
+@grouped
+def test_a_tensor_that_other_processes_share_stays_where_they_see_it(size):
+    tensor = torch.ones(1 << 18).share_memory_()
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    assert tensor.is_shared()
+    assert (tensor == size**3).all()
+
+
 @ranks(2, 3)
 @grouped
 def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
