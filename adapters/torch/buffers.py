@@ -31,6 +31,8 @@ _SAMPLE = 2**12
 
 # The number of tensors that view a storage. It is not public: where it is absent, all is copied.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# The number of owners of a tensor, arrays of other libraries that view it by DLPack among them.
+_owner_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 
 #: The copies of a gradient: slices of the flat gradient, and their flat copies.
 Copies = list[tuple[slice, torch.Tensor]]
@@ -56,7 +58,7 @@ class Step:
         versions: of those, as they were then.
         samples: the first elements of those that have no complete copy.
         kinds: of those that are sparse, as in the metadata of buckets.
-        zero_copied: those of which a part is exchanged without a copy.
+        zero_copied: the addresses of those of which a part is exchanged without a copy.
         gradients: all, at the end of the backward pass.
         averaged: those that have an average, once the exchange has ended.
         sparse_waits: functions that wait for the averages of sparse ones.
@@ -73,7 +75,7 @@ class Step:
         self.versions: dict[int, int] = {}
         self.samples: dict[int, torch.Tensor] = {}
         self.kinds: dict[int, int] = {}
-        self.zero_copied: set[int] = set()
+        self.zero_copied: dict[int, int] = {}
         self.gradients: list[Any] = []
         self.averaged: list[int] | None = None
         self.sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
@@ -155,20 +157,21 @@ class GradientBuffers:
                 self._results[number] = self._tensor(self._exchange.buckets.result_slot(number))
         self._is_lent = False
         if self._lends:
-            views = [each for each in self._results if each is not None]
-            self._storages = [*map(_identity, map(torch.Tensor.untyped_storage, views))]
-            self._counts = self._count_views()
+            self._views = [each for each in self._results if each is not None]
+            self._storages = [*map(_identity, map(torch.Tensor.untyped_storage, self._views))]
+            self._unused = self._describe_use()
 
-    def _count_views(self) -> list[int]:
+    def _describe_use(self) -> list[int]:
+        """Return how many view each, and where it lies: torch moves what other processes get."""
         assert _use_count is not None
-        return [*map(_use_count, self._storages)]
+        return [*map(_use_count, self._storages), *map(torch.Tensor.data_ptr, self._views)]
 
     def begin_step(self) -> None:
         """Release the old memory of gradients, and take the result arrays back."""
         self.release()
         if not self._is_lent:
             return
-        if self._count_views() == self._counts:
+        if self._describe_use() == self._unused:
             self._is_lent = False
             for bucket, _ in self._small:
                 self._exchange.buckets.lane.reclaim(bucket.arrays.result)
@@ -324,6 +327,8 @@ class GradientBuffers:
         storage = gradient.untyped_storage()
         if _use_count(storage._cdata) > _ALONE or storage.nbytes() != gradient.nbytes:
             return False
+        if _owner_count(gradient) > _OWNERS_OF_GRADIENT:
+            return False
         is_ours = number in self._zero_copy_of_torch or gradient.data_ptr() == self._average_at.get(
             number
         )
@@ -360,7 +365,7 @@ class GradientBuffers:
             slot[part].copy_(flat[part])
         zero_copy = self._zero_copy_ranges[number]
         self._exchange.buckets.set_zero_copy(number, zero_copy.start, to_array(flat[zero_copy]))
-        step.zero_copied.add(number)
+        step.zero_copied[number] = gradient.data_ptr()
         step.samples[number] = gradient.view(-1)[:_SAMPLE].clone()
 
     def _read(self, number: int) -> list[slice]:
@@ -377,6 +382,13 @@ def _views_of_one_tensor() -> int:
 
 
 _ALONE = _views_of_one_tensor()
+_OWNERS_OF_GRADIENT = 2  # its parameter and Python
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether nobody else has the memory of a tensor that is no gradient."""
+    is_viewed = _use_count is None or _use_count(tensor.untyped_storage()._cdata) > _ALONE
+    return not is_viewed and _owner_count(tensor) <= 1
 
 
 def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
@@ -388,6 +400,7 @@ def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     return (
         max(map(_use_count, map(_identity, storages))) <= _ALONE
+        and max(map(_owner_count, gradients)) <= _OWNERS_OF_GRADIENT
         and all(map(torch.UntypedStorage.resizable, storages))
         and not any(map(torch.UntypedStorage.is_shared, storages))
         and all(map(torch.Tensor.is_contiguous, gradients))
@@ -468,6 +481,8 @@ class ChangeDetector:
 
     def _has_changed(self, step: Step, number: int, copied: Copies, whole: bool = False) -> bool:
         gradient, sample = step.taken[number], step.samples.get(number)
+        if number in step.zero_copied and step.zero_copied[number] != gradient.data_ptr():
+            return True  # torch has moved it, for another process, and freed what is exchanged
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         flat = dense.reshape(-1)
         pairs = [] if sample is None else [(sample, flat[:_SAMPLE])]

@@ -149,12 +149,11 @@ class _HookBucket:
         is_shared: bool,
     ) -> None:
         self._buffer, self._lane, self._parts, self._is_shared = buffer, lane, parts, is_shared
+        self._place = buffer.data_ptr()
 
     def fits(self, buffer: torch.Tensor) -> bool:
-        """Return whether DDP has not made other buckets since."""
-        same = (
-            buffer.data_ptr() == self._buffer.data_ptr() and buffer.numel() == self._buffer.numel()
-        )
+        """Return whether DDP has not made other buckets since, nor torch moved this one."""
+        same = buffer.data_ptr() == self._place and buffer.numel() == self._buffer.numel()
         return same and buffer.dtype == self._buffer.dtype
 
     def start(self, gradients: Sequence[torch.Tensor], begin: bool) -> None:

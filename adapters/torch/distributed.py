@@ -31,6 +31,7 @@ from hvdlite.engine.operation import Barrier
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import RankGoneError, ranks_text
 from hvdlite.torch import c10d
+from hvdlite.torch.buffers import is_alone
 from hvdlite.torch.c10d import NAME, counted
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.sparse import sparse_allreduce_async
@@ -71,7 +72,7 @@ class ProcessGroup(_Base):
 
     supports_coalescing = supports_splitting = False
     _device_types, _name, _desc = (torch.device("cpu"),), "", ""
-    _last: Handle
+    _last: Handle | None = None
 
     def __init__(self, ranks: Sequence[int], timeout: float, store: Any) -> None:
         super().__init__([*ranks].index(world.rank()), len(ranks))
@@ -167,7 +168,8 @@ class ProcessGroup(_Base):
         try:
             self._last = self.engine.submit(what, name, noted, begin)
         except MemoryInUseError:  # by a call before, after which this one comes
-            self._last.wait()
+            if self._last is not None:
+                self._last.wait()
             self._last = self.engine.submit(what, name, noted, begin)
         if end is not None:
             end.finish(self._last)
@@ -225,7 +227,8 @@ class ProcessGroup(_Base):
     def _share(self, tensor: torch.Tensor) -> None:
         """Move a tensor that is reduced again, as DDP's buckets are, to memory of all ranks.
 
-        They reduce it there, in each other's memory, once all of them have moved theirs.
+        They reduce it there, in each other's memory, once all of them have moved theirs. A tensor
+        that is not DDP's moves if nothing else has its memory.
         """
         nbytes = tensor.numel() * tensor.itemsize
         if nbytes < _LEAST_SHARED or self.getSize() == 1:
@@ -233,7 +236,11 @@ class ProcessGroup(_Base):
         place = tensor.data_ptr()
         known, found = self._seen.pop(place, None), (nbytes, id(tensor.untyped_storage()))
         if known == found:
-            share(tensor, self.engine.named)
+            if self._last is not None and self._last.finished:
+                self._last = None  # whose result the tensor is
+            # A call in flight, or an array of another library, would use the old memory, freed.
+            if torch._C._current_autograd_node() is not None or is_alone(tensor):
+                share(tensor, self.engine.named)
             return
         self._seen[place] = found
         if len(self._seen) > _REMEMBERED:

@@ -249,6 +249,8 @@ class GradientHooks:
 
     @uninterrupted
     def _on_gradient(self, number: int) -> None:
+        if self._is_undefined(number):
+            return
         reducer, step = self._reducer, self._step
         reducer.averaged = False
         step.passes[number] += 1
@@ -266,6 +268,14 @@ class GradientHooks:
                 raise RuntimeError(step.repeated[0])
         elif passes > reducer.passes_per_step:
             raise RuntimeError(self._too_often(number))
+
+    def _is_undefined(self, number: int) -> bool:
+        """Return whether a backward function has returned None in the place of a gradient.
+
+        torch calls the hooks all the same. Where there are others, one of them may have dropped it.
+        """
+        parameter = self.parameters[number]
+        return parameter.grad is None and len(_hooks_of(parameter)) == 1
 
     def _too_often(self, number: int) -> str:
         passes, owner = self._reducer.passes_per_step, ""
@@ -371,6 +381,8 @@ class GradientHooks:
             numbers = list(dict.fromkeys(arrived))
             if len(numbers) < count:
                 self._step.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
+        if type(None) in {*map(type, map(_gradient_of, bucket_hooks.unseen))}:
+            numbers = [*itertools.filterfalse(self._is_undefined, numbers)]
         bucket_hooks.unseen.clear()
         bucket_hooks.awaited -= len(numbers)
         return numbers

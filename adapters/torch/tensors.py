@@ -181,12 +181,14 @@ def share(tensor: torch.Tensor, lane: Lane) -> bool:
 
     Returns:
         Whether it lies there now: not if it is a part of other memory, or of memory that torch does
-        not manage.
+        not manage, or shares with other processes.
     """
     storage: Any = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.itemsize
     is_whole = tensor.is_cpu and tensor.is_contiguous() and storage.nbytes() == nbytes
     if not (is_whole and storage.resizable() and hasattr(storage, "_swap_data_ptr_")):
+        return False
+    if storage.is_shared():
         return False
     memory = torch.from_numpy(lane.empty(nbytes, np.dtype(np.uint8))).untyped_storage()
     memory.copy_(storage)

@@ -94,18 +94,39 @@ def test_all_reduce_by_every_operation(size):
 
 @ranks(2, 3)
 @grouped
-def test_all_reduce_again_in_memory_that_only_some_ranks_share(size):
-    """A tensor that is reduced again moves; views see it, and a copy on one rank is as good."""
+@pytest.mark.parametrize("view", [None, torch.detach, torch.from_dlpack])
+def test_all_reduce_again_in_memory_that_only_some_ranks_share(size, view):
+    """A tensor that is reduced again moves, if it is alone; a copy on one rank is as good."""
     count = 1 << 18
-    tensor = torch.empty(count)
-    view = tensor[1:]
+    tensor, places = torch.empty(count), set()
+    viewed = tensor if view is None else view(tensor)
     for step in range(6):
-        is_new = step > 3 and dist.get_rank() == 0
-        used = tensor.clone() if is_new else tensor
+        used = tensor.clone() if step > 3 and dist.get_rank() == 0 else tensor
         used.fill_(dist.get_rank() + step)
         dist.all_reduce(used)
         assert torch.equal(used, torch.full_like(used, size * (size - 1) / 2 + size * step))
-        assert is_new or (view[-1] == tensor[-1] and view.data_ptr() == tensor.data_ptr() + 4)
+        assert torch.equal(viewed, tensor)
+        places.add(tensor.data_ptr())
+    assert len(places) == (2 if view is None else 1)
+
+
+@ranks(2)
+@grouped
+def test_a_tensor_that_other_processes_share_stays_where_they_see_it(size):
+    tensor = torch.ones(1 << 18).share_memory_()
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    assert tensor.is_shared()
+    assert (tensor == size**3).all()
+
+
+@ranks(2, 3)
+@grouped
+def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
+    tensor = torch.ones(1 << 20)
+    for work in [dist.all_reduce(tensor, async_op=True) for _ in range(4)]:
+        work.wait()
+    assert (tensor == size**4).all()
 
 
 @ranks(2, 3)
@@ -537,6 +558,18 @@ def _train_by_ddp():
 
 @ranks(2, settings={"HVDLITE_OVERLAP": "0"})
 @grouped
+def test_without_cores_to_spare_allreduces_of_ddp_begin_at_the_end_of_the_backward_pass(size):
+    model, begun = DistributedDataParallel(Net(), bucket_cap_mb=1e-3), []
+    first, *_ = model.parameters()
+    for _ in range(3):
+        first.register_hook(lambda _: begun.extend(dist.group.WORLD._end._handles))
+        model(torch.ones(2, 8)).sum().backward()
+    assert begun
+    assert all(handle.finished for handle in begun)
+
+
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})
+@grouped
 @pytest.mark.parametrize("way", ["poll", "wait", "future", "reducer", "hook"])
 def test_a_hook_may_wait_in_the_backward_pass(size, way):
     """Without cores to spare, DDP's own allreduces begin at the end of it."""
@@ -692,6 +725,20 @@ def test_hook_sends_what_the_optimizer_sends(size):
         mine = found.clone()
         dist.broadcast(mine, 0)
         assert torch.equal(mine, found), name
+
+
+@ranks(2)
+@grouped
+def test_hook_goes_on_after_torch_has_moved_a_bucket(size):
+    """It does so where a gradient in the bucket gets into a queue of torch.multiprocessing."""
+    whole, model = Net(), DistributedDataParallel(Net(), gradient_as_bucket_view=True)
+    model.register_comm_hook(hvd.comm_hook_state(), hvd.comm_hook)
+    for _ in range(2):
+        train(whole, whole.parameters())
+        train(model, model.parameters(), rank=dist.get_rank())
+        for parameter in model.parameters():
+            parameter.grad.share_memory_()
+    torch.testing.assert_close(weights_of(model), weights_of(whole))
 
 
 @ranks(2)

@@ -80,6 +80,33 @@ class Training:
         return model(torch.randn(5, WIDTH, generator=generator), branches).square().mean()
 
 
+class Barred(torch.autograd.Function):
+    """Identity that lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        return parameter.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return None
+
+
+class BarredTraining(Training):
+    """A training with a layer that has no gradient in some steps, which differ by rank."""
+
+    def _loss(self, model, rank, branches):
+        if (self.steps, rank) not in self.bars:
+            return super()._loss(model, rank, branches)
+        barred = {
+            name: Barred.apply(parameter)
+            for name, parameter in model.named_parameters()
+            if name.startswith("first.1.")
+        }
+        call = torch.func.functional_call
+        return super()._loss(lambda *given: call(model, barred, given), rank, branches)
+
+
 BOTH = ("first", "second")
 
 
@@ -142,6 +169,25 @@ def test_gaps_that_come_and_go():
         training.step(*BOTH)
         assert sum(training.c_hooks) == 15
         training.step("second")
+        training.step(*BOTH)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "bars",
+    [
+        [(step, rank) for step in range(10) for rank in range(2)],
+        [(0, 0), (0, 1), (7, 0), (7, 1)],
+        [(0, 1), (6, 0), (7, 0), (8, 1)],
+    ],
+    ids=["always", "now and then", "on one rank"],
+)
+def test_a_backward_function_that_returns_none(bars):
+    """torch calls the hooks of its parameter all the same."""
+    hvd.init()
+    training = BarredTraining()
+    training.bars = bars
+    for _ in range(10):
         training.step(*BOTH)
 
 

@@ -137,10 +137,13 @@ def arrays(parameters):
     return views
 
 
-def exported(parameters):
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad.numpy() for parameter in parameters]
+def exported(by):
+    def make(parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return [by(parameter.grad) for parameter in parameters]
+
+    return make
 
 
 @ranks(2, 3)
@@ -157,7 +160,8 @@ def test_averages_are_written_where_others_look(monkeypatch, numel, large):
         own_buffers(torch.Tensor.detach),
         own_buffers(lambda view: view.share_memory_()),
         arrays,
-        exported,
+        exported(torch.Tensor.numpy),
+        exported(torch.from_dlpack),
     ):
         parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
@@ -223,6 +227,20 @@ def test_whoever_keeps_gradients_of_each_step_keeps_no_bucket_for_each():
     places = places_of_small(8, lambda parameters: kept.append(parameters[1].grad))
     assert [gradient.tolist() for gradient in kept] == [[1.5 * n] * 10_000 for n in range(1, 9)]
     assert all(own == averages for own, averages in places[3:])  # copied
+
+
+@ranks(2)
+def test_small_gradients_are_exchanged_after_torch_has_moved_their_memory():
+    """It does so in place, as queues of torch.multiprocessing do with what is put in."""
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(40))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    for step in range(6):
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1) * step).sum().backward()
+        optimizer.step()
+        assert parameter.grad.tolist() == [1.5 * step] * 40
+        parameter.grad.share_memory_()
 
 
 @ranks(2)
@@ -342,6 +360,27 @@ def test_a_change_before_the_exchange_has_ended_is_an_error(monkeypatch, prepare
     backward(math.nan)  # which is not equal to itself
     optimizer.step()
     assert parameter.isnan().all()
+
+
+@ranks(2)
+def test_a_lent_gradient_that_torch_moves_before_the_exchange_has_ended_is_an_error(monkeypatch):
+    """Its old memory is freed, which the exchange would read; a copied one may move."""
+    for lent in (False, True):
+        if lent:
+            lend_all(monkeypatch)
+        hvd.init()
+        parameter = torch.nn.Parameter(torch.zeros(10))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        for _ in range(5):
+            optimizer.zero_grad()
+            (parameter * (hvd.rank() + 1)).sum().backward()
+            parameter.grad.share_memory_()
+            if lent:
+                with pytest.raises(RuntimeError, match="was changed after backward"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert parameter.tolist() == [0.0 if lent else -7.5] * 10
 
 
 class _TwoViews(torch.autograd.Function):
