@@ -18,6 +18,7 @@ from hvdlite.elastic import resizing, start
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.recipe.batches import Batches
+from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.variables import broadcast_variables
 from hvdlite.world import parts, world
 
@@ -367,7 +368,7 @@ class ObjectState(State):
             the object that it handles.
 
     Raises:
-        ValueError: the class has an attribute or a method of such a name.
+        ValueError: the class has an attribute or a method of such a name, or a value is a Sharding.
         TypeError: a value cannot be copied; `commit` and `save` raise it, too.
     """
 
@@ -388,6 +389,11 @@ class ObjectState(State):
                 raise ValueError(
                     f"{name!r} is a part of {type(self).__name__} already; give the value another "
                     "name"
+                )
+            if isinstance(value, Sharding):
+                raise ValueError(
+                    f"{name!r} is a Sharding, which has its rank's number, and would be rank 0's "
+                    "on all ranks; make it in the function, and keep its position() in the state"
                 )
             kind = next((handler for kind, handler in handlers if isinstance(value, kind)), None)
             value = value if kind is None else kind(value)

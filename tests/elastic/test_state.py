@@ -62,9 +62,11 @@ class TestObjectState:
             Own().dump()
 
     @pytest.mark.parametrize("name", ["commit", "commits", "sync"])
-    def test_names_that_are_taken_are_refused(self, name):
+    def test_names_that_are_taken_are_refused_and_shardings(self, name):
         with pytest.raises(ValueError, match=f"'{name}' is a part of ObjectState"):
             ObjectState(**{name: 1})
+        with pytest.raises(ValueError, match="'data' is a Sharding, which has its rank's number"):
+            ObjectState(data=hvd.Sharding(8, 2, 0, 1))
 
     @ranks(1, 2, 3)
     def test_sync_gives_rank_0s_values_and_keeps_them(self, size):
