@@ -25,9 +25,9 @@ from hvdlite.launch.options import (
     folder,
     for_mpirun,
     parse,
+    report_ignored,
     ssh_arguments,
     variables,
-    without_effect,
 )
 from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
@@ -62,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    if ignored := without_effect(options):
-        say(f"options of horovodrun without effect here: {', '.join(ignored)}")
+    report_ignored(options)
     sizes = _sizes(options)
     if sizes is None:
         return _launch_on(options, Plan(_hosts(options), options.num_proc), None)

@@ -15,7 +15,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import mpirun, rank, worker
 from hvdlite.launch.hosts import choose_hosts, on_this_host, own_addresses
 from hvdlite.launch.job import Job, follow
-from hvdlite.launch.options import for_mpirun, from_keywords, variables
+from hvdlite.launch.options import for_mpirun, from_keywords, report_ignored, variables
 from hvdlite.launch.server import Failure, Server
 from hvdlite.launch.worker import RemoteError, pack, unpack
 from hvdlite.observe.protocol import Part
@@ -111,6 +111,7 @@ def run(
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env: found {name!r}: {value!r}, expected strings; write str(value)")
     chosen = from_keywords(options)
+    report_ignored(chosen)
     settings = {**without_rank(os.environ), **variables(chosen), **(env or {})}
     seconds = _START_TIMEOUT if start_timeout is None else float(start_timeout)
     # The folder of the script is its first entry; an interactive session has an empty one.

@@ -142,6 +142,12 @@ def without_effect(options: argparse.Namespace) -> list[str]:
     return [f"--{name}" for name in _IGNORED if given[name.replace("-", "_")] is not None]
 
 
+def report_ignored(options: argparse.Namespace) -> None:
+    """Name the options that were given and have no effect, in one line."""
+    if ignored := without_effect(options):
+        say(f"options of horovodrun without effect here: {', '.join(ignored)}")
+
+
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that the options set."""
     found = {}

@@ -52,14 +52,15 @@ class Stream:
             )
         self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
         self._given = rank, size
-        self._follow()
+        self.rank, self.size = own_part(rank, size)
 
     def _follow(self) -> None:
         """Take the numbers of now: ranks may have died since, or have come in."""
-        self.rank, self.size = own_part(*self._given)
+        if world.is_initialized():  # not in a worker that was not forked
+            self.rank, self.size = own_part(*self._given)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._follow()  # for a worker, which may know of no world
+        self._follow()
         return self.__dict__
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -67,8 +68,7 @@ class Stream:
 
     def part(self, number: int, parts: int) -> Iterator[list[Any]]:
         """Return every ``parts``-th batch, from batch ``number`` on, for one of several workers."""
-        if world.is_initialized():
-            self._follow()
+        self._follow()
         rank, size = self.rank, self.size
         whole = self.batch_size * size
         batch: list[Any] = []

@@ -216,6 +216,7 @@ def test_options_of_the_launcher(tmp_path, capsys):
     )
     assert results == ["1", "1"]
     line = capsys.readouterr().err
+    assert "without effect here: --disable-cache" in line
     for word in (" --report-bindings", "HVDLITE_LOG_LEVEL=error", "ssh_args=-i key", "=eth0,eth1"):
         assert word in line, word
     assert f"HVDLITE_TIMELINE={tmp_path}/trace.json" in line
