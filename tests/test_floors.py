@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3840, "engine"),
     "compression": (5, 2808, "compression"),
     "collectives": (6, 1997, "collectives"),
-    "gradients": (7, 3217, "gradients"),
+    "gradients": (7, 3303, "gradients"),
     "recipe": (7, 2462, "recipe"),
     "torch": (8, 5931, "torch"),
     "tensorflow": (8, 2895, "tensorflow"),

@@ -103,7 +103,7 @@ class Settings:
     cache_capacity: int = _number(1024, "a number of calls, 0 or more")
     #: The reaction to weights or optimizers that differ between ranks, which compare them with the
     #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off": they
-    #: do not compare them.
+    #: do not compare them, nor whether they train on the same data.
     check_ranks: str = _choice("error", "error, warn, off")
     #: Exchanges after which they compare all of them at once again, and again after as many; 0:
     #: never.

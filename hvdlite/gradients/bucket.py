@@ -141,7 +141,11 @@ class GradientBucket(Operation):
         if self._kinds_here != self._all_dense:
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
-        replica = b"" if self.snapshot is None else self.snapshot.digest
+        snapshot = self.snapshot
+        replica = b"" if snapshot is None else snapshot.digest
+        if snapshot is not None and snapshot.compares_data and self.memory is None:
+            self.arrays.copy_zero_copy_parts()
+            replica = snapshot.with_gradients(self.arrays.send)
         if not self._has_result:
             with contextlib.suppress(OSError):  # of a closed lane, which says so itself
                 self.arrays.allocate_result()
@@ -177,7 +181,7 @@ class GradientBucket(Operation):
     def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
         """Store the metadata of all ranks; compare their replicas, if any sends a digest."""
         are_equal = payloads.count(self.payload) == len(payloads)
-        if not are_equal:
+        if not are_equal or (self.snapshot is not None and self.snapshot.compares_data):
             pairs = [metadata.split_replica(payload, self._size) for payload in payloads]
             payloads, digests = zip(*pairs, strict=True)
             if any(digests):

@@ -23,6 +23,7 @@ import numpy as np
 from hvdlite.base.settings import Settings
 from hvdlite.errors import MismatchError
 from hvdlite.gradients.difference import WEIGHT, explain
+from hvdlite.gradients.same_data import UNKNOWN, DataCheck, checksum
 from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")
@@ -38,8 +39,8 @@ _SAME_ARRAYS = 16
 DEVICE_STRIDE = 16
 _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
-# digests of the options and of the arrays.
-_DIGEST = struct.Struct("<?QI8s8s")
+# digests of the options and of the arrays; the checksum of gradients.
+_DIGEST = struct.Struct("<?QI8s8s4s")
 DIGEST_SIZE = _DIGEST.size
 
 _CLASS = "the optimizer's class"
@@ -94,13 +95,19 @@ class Snapshot(NamedTuple):
             that has lost its waiter must not keep.
         step: the number of the exchange.
         position: of the slice in the rotation.
-        digest: bytes that stand for all of it.
+        digest: bytes that stand for all of it, without gradients.
+        compares_data: whether the gradients are to be compared, too.
     """
 
     find_check: Callable[[], ReplicaCheck | None]
     step: int
     position: int
     digest: bytes
+    compares_data: bool
+
+    def with_gradients(self, gradients: Any) -> bytes:
+        """Return the digest with a checksum of flat gradients on the host."""
+        return self.digest[: -len(UNKNOWN)] + checksum(gradients)
 
     def succeed(self) -> None:
         """Record that all ranks have sent the same digest."""
@@ -142,6 +149,7 @@ class ReplicaCheck:
         stride: Callable[[], int] = lambda: 1,
     ) -> None:
         self.remedy = remedy
+        self.data = DataCheck()
         self._to_array = to_array
         self._options = options
         self._values = values
@@ -167,6 +175,7 @@ class ReplicaCheck:
         if self._world() is not world:
             self._world = weakref.ref(world)
             self._until_all, self._rolls = self._uncompared(), False
+            self.data = DataCheck()
         is_full = not self._until_all
         if settings.check_ranks == "off" or not (is_full or self._rolls):
             return None
@@ -181,8 +190,8 @@ class ReplicaCheck:
                 self._begin_rotation()
         position = _FULL if is_full else self._position
         values = self.rotation.digest(position)
-        digest = _DIGEST.pack(raises, step, position, self._last_options[1], values)
-        return Snapshot(weakref.ref(self), step, position, digest)
+        digest = _DIGEST.pack(raises, step, position, self._last_options[1], values, UNKNOWN)
+        return Snapshot(weakref.ref(self), step, position, digest, self.data.is_due)
 
     @property
     def options(self) -> Sequence[tuple[str, Any]]:
@@ -386,7 +395,7 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     """
     members = dict(zip(transport.members, digests, strict=False))
     known = {rank: _DIGEST.unpack(digest) for rank, digest in members.items() if digest}
-    raises, steps, positions, options, values = map(set, zip(*known.values(), strict=True))
+    raises, steps, positions, options, values, _ = map(set, zip(*known.values(), strict=True))
     check = None if snapshot is None else snapshot.find_check()
     gather = partial(_gather, check, transport)
     position, step = min(positions), max(steps)
@@ -404,6 +413,8 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
             check.rest()
     elif check is not None:
         check.succeed(position, step)
+        gradients = {rank: own for rank, (*_, own) in known.items()}
+        check.data.record(gradients, step, warns=transport.rank == 0)
 
 
 def _gather(

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("tensorflow")
 
@@ -215,3 +216,15 @@ def _before(operation):
                 found.add(earlier)
                 waiting.append(earlier)
     return found
+
+
+@ranks(2)
+@each_mode
+def test_ranks_that_train_on_the_same_data_are_told_so(mode):
+    hvd.init()
+    step = make_step(mode, make_variables(0))
+    with logged() as messages:
+        for number in range(6):
+            step(np.full((5, 4), number + 1, np.float32))
+    assert len(messages) == (hvd.rank() == 0)
+    assert all("ranks 0, 1 computed the same gradients" in each for each in messages)

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("torch")
 
@@ -431,3 +432,32 @@ def test_steps_are_counted_on_in_a_new_world():
         step(model, optimizer, number)
     step(model, optimizer, 8, lambda: last_rank() and raise_rate(model, optimizer))
     assert "(equal in step 9, apart in step 10)" in refused(model, optimizer, 9)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("width", [8, 2000], ids=["small", "zero-copy"])
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_train_on_the_same_data_are_told_so(width, same):
+    """Averages are those of one rank then; the order of the rounds is as ever."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 600)
+    )
+    optimizer = wrap(model)
+    generator = torch.Generator().manual_seed(0 if same else hvd.rank())
+    with logged() as messages:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4, generator=generator)).square().mean().backward()
+            own = model[0].weight.grad.clone()
+            optimizer.synchronize()
+            average = hvd.allreduce(own, op=hvd.Average)
+            torch.testing.assert_close(model[0].weight.grad, average)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert len(messages) == (same and hvd.rank() == 0)
+    assert all(
+        "computed the same gradients, to the bit, in steps 2 to 4" in each for each in messages
+    )
+    assert same_on_all_ranks(model)
