@@ -165,7 +165,7 @@ def _run(
     if not here and sizes is not None:
         addresses = hosts.own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
     stdin = _stdin()
-    if stdin and here:
+    if stdin == rank.NOTHING or (stdin and here):
         settings[rank.STDIN] = stdin
     elif stdin:
         say(
@@ -199,7 +199,9 @@ def _stdin() -> str:
     """Return the position and the path of the file or pipe that this process reads; empty: none."""
     path = f"/proc/{os.getpid()}/fd/0"
     with contextlib.suppress(OSError):  # it is closed, or belongs to another user
-        kind = os.fstat(0).st_mode
+        if os.path.samestat(found := os.fstat(0), os.stat(os.devnull)):
+            return rank.NOTHING
+        kind = found.st_mode
         if stat.S_ISFIFO(kind) or stat.S_ISREG(kind):
             os.close(os.open(path, os.O_RDONLY))
             return f"{os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(kind) else 0} {path}"

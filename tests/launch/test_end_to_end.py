@@ -90,6 +90,14 @@ def test_rank_0_reads_what_is_piped_into_the_launcher(tmp_path, python):
             assert sorted(out.splitlines()) == [b"0 %d {97}" % size, b"1 0 set()"]
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_rank_0_reads_nothing_where_the_launcher_has_nothing_to_read(python, closed):
+    """mpirun of Open MPI would have it wait for ever."""
+    close = {"preexec_fn": lambda: os.close(0)} if closed else {}
+    result = hvdliterun("-np", 2, *script("print(rank, repr(sys.stdin.read()))"), **close)
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0 ''", "1 ''"])
+
+
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [

@@ -63,6 +63,11 @@ def test_in_a_process_without_standard_streams(monkeypatch):
         hvdlite.run(functions.print_lines, (1,), num_proc=2)
 
 
+def test_a_function_reads_nothing_from_the_standard_input():
+    """It would wait for ever if mpirun passed on its own, which is at its end."""
+    assert hvdlite.run(functions.read_input, num_proc=2) == ["", ""]
+
+
 def test_in_a_process_that_multiprocessing_has_spawned(tmp_path):
     """Its main module has another name, of which the ranks know nothing."""
     script = tmp_path / "script.py"
