@@ -12,9 +12,11 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from importlib.machinery import PathFinder
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
@@ -59,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return 130
+
+
+def horovodrun() -> Any:
+    """Run Horovod's own ``horovodrun`` where that is installed, else ``hvdliterun --horovod``."""
+    for command in metadata.entry_points(group="console_scripts", name="horovodrun"):
+        if command.dist and command.dist.name == "horovod":
+            return command.load()()
+    return main(["--horovod", *sys.argv[1:]])
 
 
 def _launch(options: argparse.Namespace) -> int:
