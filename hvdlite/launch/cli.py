@@ -20,12 +20,12 @@ from typing import Any
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.launch import check_build, hosts, mpirun, rank, torchrun
+from hvdlite.launch import check_build, hosts, rank, torchrun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
     folder,
-    for_mpirun,
+    make_job,
     parse,
     report_ignored,
     ssh_arguments,
@@ -132,16 +132,13 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
 def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     settings = {**without_rank(os.environ), **variables(options)}
     command, settings = resolve(_command(options), settings)
-    here = hosts.on_this_host(plan.hosts, settings)
     if hosts.all_local(plan.hosts):
         check(command, settings, plan.ranks)
     settings = with_paths(settings, *(n for n in ("horovod", "torch") if getattr(options, n)))
     if options.torch:
         settings["TORCHELASTIC_RUN_ID"] = os.urandom(16).hex()
-    program = mpirun.detect(mpirun.find(settings))
-    more, needed = for_mpirun(options, program, here)
-    settings |= needed
-    output = ""
+    job = make_job(options, plan.hosts, settings)
+    output, settings = "", dict(job.settings)
     if options.output_filename is not None:
         output = folder("--output-filename", options.output_filename)
     else:
@@ -149,9 +146,9 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             settings.setdefault(protocol.COLUMNS, str(columns))
-        if here and _columns(settings) and not options.prefix_output_with_timestamp:
+        if job.is_here and _columns(settings) and not options.prefix_output_with_timestamp:
             output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
-    return Job(program, plan.hosts, here, command, settings, output, more, bool(options.verbose))
+    return job._replace(command=command, output=output, settings=settings)
 
 
 def _run(
