@@ -53,26 +53,16 @@ _VALUE: Any = {"metavar": "X"}
 _SWITCH: Any = {"action": argparse.BooleanOptionalAction}
 # Options of horovodrun that have no effect here: with an opposite, with a value, flags.
 _IGNORED = {
-    "hierarchical-allreduce": _SWITCH,
-    "hierarchical-allgather": _SWITCH,
-    "torus-allreduce": _SWITCH,
-    "autotune": _SWITCH,
-    "mpi-threads-disable": _SWITCH,
-    "log-hide-timestamp": _SWITCH,
-    "autotune-log-file": _VALUE,
-    "autotune-warmup-samples": _VALUE,
-    "autotune-steps-per-sample": _VALUE,
-    "autotune-bayes-opt-max-samples": _VALUE,
-    "autotune-gaussian-process-noise": _VALUE,
-    "num-nccl-streams": _VALUE,
-    "thread-affinity": _VALUE,
-    "gloo-timeout-seconds": _VALUE,
-    "log-with-timestamp": _FLAG,
-    "log-without-timestamp": _FLAG,
-    "disable-cache": _FLAG,
-    "gloo": _FLAG,
-    "mpi": _FLAG,
-    "jsrun": _FLAG,
+    name: keywords
+    for keywords, names in (
+        (_SWITCH, "hierarchical-allreduce hierarchical-allgather torus-allreduce autotune"),
+        (_SWITCH, "mpi-threads-disable log-hide-timestamp"),
+        (_VALUE, "autotune-log-file autotune-warmup-samples autotune-steps-per-sample"),
+        (_VALUE, "autotune-bayes-opt-max-samples autotune-gaussian-process-noise"),
+        (_VALUE, "num-nccl-streams thread-affinity gloo-timeout-seconds"),
+        (_FLAG, "log-with-timestamp log-without-timestamp disable-cache gloo mpi jsrun"),
+    )
+    for name in names.split()
 }
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: -*|COMMAND: invalid choice: ')([^'= ]*)")
 # The sections of a config file, and the beginning of their options' names.
