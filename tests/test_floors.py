@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3456, "launch"),
+    "launch": (_BESIDE, 3459, "launch"),
     "tools": (_TOOLS, 4289, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }

@@ -79,6 +79,8 @@ def run(job: Job, server: Server, check: Callable[[], object] = lambda: None) ->
     code, received = follow(job, server, check)
     if received:
         return End(128 + received, "")
+    if code:  # Open MPI may have seen it, and ended the job, within the first second
+        server.check_start(0.0)
     if server.exited:
         return End(server.exited.code, server.exited.text, server.state)
     # Without those of spares, which end when they find no rank that has the state.
