@@ -47,8 +47,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3457, "launch"),
-    "tools": (_TOOLS, 4306, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "launch": (_BESIDE, 3459, "launch"),
+    "tools": (_TOOLS, 4289, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

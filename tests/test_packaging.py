@@ -1,5 +1,6 @@
 """The layout and the packages: the adapters lie beside the core and are imported as parts of it."""
 
+import importlib
 import importlib.util
 import re
 import shutil
@@ -46,6 +47,13 @@ def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        (entries,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+        text = archive.read(entries).decode()
+    scripts = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
+    assert scripts.keys() == {"horovodrun", "hvdlite", "hvdliterun"}
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
     for package in packages_in_tree():
         assert package.replace(".", "/") + "/__init__.py" in names
     assert "hvdlite/py.typed" in names

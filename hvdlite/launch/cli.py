@@ -12,18 +12,20 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from importlib.machinery import PathFinder
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.launch import check_build, hosts, mpirun, rank, torchrun
+from hvdlite.launch import check_build, hosts, rank, torchrun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
     folder,
-    for_mpirun,
+    make_job,
     parse,
     report_ignored,
     ssh_arguments,
@@ -59,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return 130
+
+
+def horovodrun() -> Any:
+    """Run Horovod's own ``horovodrun`` where that is installed, else ``hvdliterun --horovod``."""
+    for command in metadata.entry_points(group="console_scripts", name="horovodrun"):
+        if command.dist and command.dist.name == "horovod":
+            return command.load()()
+    return main(["--horovod", *sys.argv[1:]])
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -122,16 +132,13 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
 def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     settings = {**without_rank(os.environ), **variables(options)}
     command, settings = resolve(_command(options), settings)
-    here = hosts.on_this_host(plan.hosts, settings)
     if hosts.all_local(plan.hosts):
         check(command, settings, plan.ranks)
     settings = with_paths(settings, *(n for n in ("horovod", "torch") if getattr(options, n)))
     if options.torch:
         settings["TORCHELASTIC_RUN_ID"] = os.urandom(16).hex()
-    program = mpirun.detect(mpirun.find(settings))
-    more, needed = for_mpirun(options, program, here)
-    settings |= needed
-    output = ""
+    job = make_job(options, plan.hosts, settings)
+    output, settings = "", dict(job.settings)
     if options.output_filename is not None:
         output = folder("--output-filename", options.output_filename)
     else:
@@ -139,9 +146,9 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             settings.setdefault(protocol.COLUMNS, str(columns))
-        if here and _columns(settings) and not options.prefix_output_with_timestamp:
+        if job.is_here and _columns(settings) and not options.prefix_output_with_timestamp:
             output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
-    return Job(program, plan.hosts, here, command, settings, output, more, bool(options.verbose))
+    return job._replace(command=command, output=output, settings=settings)
 
 
 def _run(
@@ -165,7 +172,7 @@ def _run(
     if not here and sizes is not None:
         addresses = hosts.own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
     stdin = _stdin()
-    if stdin and here:
+    if stdin == rank.NOTHING or (stdin and here):
         settings[rank.STDIN] = stdin
     elif stdin:
         say(
@@ -199,7 +206,9 @@ def _stdin() -> str:
     """Return the position and the path of the file or pipe that this process reads; empty: none."""
     path = f"/proc/{os.getpid()}/fd/0"
     with contextlib.suppress(OSError):  # it is closed, or belongs to another user
-        kind = os.fstat(0).st_mode
+        if os.path.samestat(found := os.fstat(0), os.stat(os.devnull)):
+            return rank.NOTHING
+        kind = found.st_mode
         if stat.S_ISFIFO(kind) or stat.S_ISREG(kind):
             os.close(os.open(path, os.O_RDONLY))
             return f"{os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(kind) else 0} {path}"

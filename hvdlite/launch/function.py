@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import mpirun, rank, worker
-from hvdlite.launch.hosts import choose_hosts, on_this_host, own_addresses
-from hvdlite.launch.job import Job, follow
-from hvdlite.launch.options import for_mpirun, from_keywords, report_ignored, variables
+from hvdlite.launch import rank, worker
+from hvdlite.launch.hosts import choose_hosts, own_addresses
+from hvdlite.launch.job import follow
+from hvdlite.launch.options import from_keywords, make_job, report_ignored, variables
 from hvdlite.launch.server import Failure, Server
 from hvdlite.launch.worker import RemoteError, pack, unpack
 from hvdlite.observe.protocol import Part
@@ -117,14 +117,11 @@ def run(
     # The folder of the script is its first entry; an interactive session has an empty one.
     path = [os.path.abspath(entry) for entry in sys.path]
     task = [pickle.dumps((path, sys.argv)), *_pack(func, args, kwargs or {})]
-    here = on_this_host(places, settings)
-    program = mpirun.detect(mpirun.find(settings))
-    more, needed = for_mpirun(chosen, program, here)
-    settings |= needed
+    job = make_job(chosen, places, settings)
     networks = ",".join(chosen.network_interfaces or ())
-    with Server(None if here else own_addresses(places, networks), task, count) as server:
+    with Server(None if job.is_here else own_addresses(places, networks), task, count) as server:
         command = [executable or sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-        job = Job(program, places, here, command, settings, output, more, bool(verbose))
+        job = job._replace(command=command, output=output, verbose=bool(verbose))
         deadline = time.monotonic() + seconds
 
         def check_start() -> None:

@@ -76,7 +76,7 @@ def parse_hostfile(path: str) -> list[Host]:
         StartError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise StartError(f"--hostfile {path}: {reason}") from None

@@ -79,6 +79,8 @@ def run(job: Job, server: Server, check: Callable[[], object] = lambda: None) ->
     code, received = follow(job, server, check)
     if received:
         return End(128 + received, "")
+    if code:  # Open MPI may have seen it, and ended the job, within the first second
+        server.check_start(0.0)
     if server.exited:
         return End(server.exited.code, server.exited.text, server.state)
     # Without those of spares, which end when they find no rank that has the state.
@@ -158,6 +160,8 @@ def _start(job: Job, server: Server, at_terminal: bool, captures: bool) -> subpr
     """Start mpirun; for the arguments see `follow`."""
     needed = job.program.settings(os.geteuid() == 0, job.is_here, server.folder)
     environment = {**needed, **job.settings}
+    if captures:
+        environment[rank.STDIN] = rank.NOTHING
     secret = {protocol.KEY: server.key.hex()} if server.key else {}
     around = [sys.executable, "-I", "-S", rank.__file__, server.address, job.output]
     arguments = job.program.arguments(
@@ -181,14 +185,13 @@ def _start(job: Job, server: Server, at_terminal: bool, captures: bool) -> subpr
             # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
-    has_input = not captures and rank.STDIN not in environment
     output = subprocess.PIPE if captures else None
     try:
         return subprocess.Popen(
             arguments,
             env={**environment, **secret},
             preexec_fn=follow_launcher,
-            stdin=None if has_input else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if rank.STDIN in environment else None,
             stdout=output,
             stderr=output,
         )

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 from hvdlite.base import settings
 from hvdlite.errors import SettingsError, StartError
-from hvdlite.launch.job import say
-from hvdlite.launch.mpirun import Mpirun
+from hvdlite.launch import mpirun
+from hvdlite.launch.hosts import Host, on_this_host
+from hvdlite.launch.job import Job, say
 from hvdlite.version import __version__
 
 SETTINGS = {
@@ -52,26 +53,16 @@ _VALUE: Any = {"metavar": "X"}
 _SWITCH: Any = {"action": argparse.BooleanOptionalAction}
 # Options of horovodrun that have no effect here: with an opposite, with a value, flags.
 _IGNORED = {
-    "hierarchical-allreduce": _SWITCH,
-    "hierarchical-allgather": _SWITCH,
-    "torus-allreduce": _SWITCH,
-    "autotune": _SWITCH,
-    "mpi-threads-disable": _SWITCH,
-    "log-hide-timestamp": _SWITCH,
-    "autotune-log-file": _VALUE,
-    "autotune-warmup-samples": _VALUE,
-    "autotune-steps-per-sample": _VALUE,
-    "autotune-bayes-opt-max-samples": _VALUE,
-    "autotune-gaussian-process-noise": _VALUE,
-    "num-nccl-streams": _VALUE,
-    "thread-affinity": _VALUE,
-    "gloo-timeout-seconds": _VALUE,
-    "log-with-timestamp": _FLAG,
-    "log-without-timestamp": _FLAG,
-    "disable-cache": _FLAG,
-    "gloo": _FLAG,
-    "mpi": _FLAG,
-    "jsrun": _FLAG,
+    name: keywords
+    for keywords, names in (
+        (_SWITCH, "hierarchical-allreduce hierarchical-allgather torus-allreduce autotune"),
+        (_SWITCH, "mpi-threads-disable log-hide-timestamp"),
+        (_VALUE, "autotune-log-file autotune-warmup-samples autotune-steps-per-sample"),
+        (_VALUE, "autotune-bayes-opt-max-samples autotune-gaussian-process-noise"),
+        (_VALUE, "num-nccl-streams thread-affinity gloo-timeout-seconds"),
+        (_FLAG, "log-with-timestamp log-without-timestamp disable-cache gloo mpi jsrun"),
+    )
+    for name in names.split()
 }
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: -*|COMMAND: invalid choice: ')([^'= ]*)")
 # The sections of a config file, and the beginning of their options' names.
@@ -170,16 +161,15 @@ def ssh_arguments(options: argparse.Namespace) -> str:
     return " ".join(form.format(value) for form, value in values if value is not None)
 
 
-def for_mpirun(
-    options: argparse.Namespace, program: Mpirun, here: bool
-) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the variables by which an mpirun does what the options say.
-
-    `here`: all ranks run on this host.
+def make_job(
+    options: argparse.Namespace, places: Sequence[Host], settings: Mapping[str, str]
+) -> Job:
+    """Return a job, still without a command, whose mpirun does what the options say.
 
     Raises:
-        StartError: it cannot.
+        StartError: there is no mpirun, or it cannot do that.
     """
+    here, program = on_this_host(places, settings), mpirun.detect(mpirun.find(settings))
     words = [*(options.mpi_args or ()), *(options.binding_args or ())]
     if options.elastic:
         if not program.elastic:
@@ -192,12 +182,12 @@ def for_mpirun(
         if not program.timestamps:
             say(f"--prefix-output-with-timestamp has no effect: {program.name} cannot do it")
         words += program.timestamps
-    needed = {}
+    needed = dict(settings)
     if options.network_interfaces is not None and not here:
         needed.update(program.networks(",".join(options.network_interfaces).split(",")))
     if ssh := ssh_arguments(options):
         needed[program.ssh_variable] = ssh
-    return words, needed
+    return Job(program, places, here, [], needed, "", words, bool(options.verbose))
 
 
 def _timeline(path: str) -> str:

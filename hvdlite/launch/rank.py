@@ -65,6 +65,8 @@ ELASTIC = "HVDLITE_ELASTIC"
 STDIN = "HVDLITE_LAUNCH_STDIN"
 """The environment variable with a position and the path of what rank 0 reads: mpirun hangs where
 much is piped into it (prrte issue 2373)."""
+NOTHING = f"0 {os.devnull}"
+"""A value of it: Open MPI 5.0.11 never tells rank 0 that its own /dev/null is at its end."""
 NODES = "HVDLITE_LAUNCH_NODES"
 """The environment variable with the first rank on each node, for ``--torch``; empty: nodes have
 equal numbers."""
@@ -379,7 +381,7 @@ def _take_stdin() -> None:
     """Have rank 0 read what the launcher would read; for the others, MPICH may keep a pipe open."""
     position, _, path = os.environ.pop(STDIN, "").partition(" ")
     if rank_here() != 0:
-        position, path = "0", os.devnull
+        position, _, path = NOTHING.partition(" ")
     if path:
         file = os.open(path, os.O_RDONLY)
         if int(position):

@@ -134,9 +134,10 @@ class Server:
         names = (f"rank.{rank}/{FILE}" for rank in range(self.ranks + self.spares))
         return all(os.path.exists(os.path.join(self.folder, name)) for name in names)
 
-    def check_start(self) -> None:
-        """End the job if ranks wait in ``hvd.init()`` for one that has ended without it."""
-        waiting = [*filter(self._joins, range(self.ranks))] if self.unmet else []
+    def check_start(self, seconds: float = 1.0) -> None:
+        """End the job if ranks wait so long in ``hvd.init()`` for one that has ended without it."""
+        numbers = range(self.ranks) if self.unmet else ()
+        waiting = [number for number in numbers if self._joins(number, seconds)]
         if waiting and not self.exited:
             rank = min(self.unmet)
             self._note_exit(
@@ -149,11 +150,11 @@ class Server:
             )
             self.wants_end = True
 
-    def _joins(self, rank: int) -> bool:
-        """Return whether a rank of this host has waited for others to start MPI for a second."""
+    def _joins(self, rank: int, seconds: float) -> bool:
+        """Return whether a rank of this host has waited so long for others to start MPI."""
         with contextlib.suppress(OSError):
             path = os.path.join(self.folder, f"rank.{rank}", JOINING)
-            return time.time() > os.stat(path).st_mtime + 1.0
+            return time.time() > os.stat(path).st_mtime + seconds
         return False
 
     def ask_to_stop(self) -> None:

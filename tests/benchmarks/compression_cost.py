@@ -104,7 +104,7 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
     seconds = dict(zip(("memcpy", "encode", "alone"), samples, strict=True))
     return {
         **{name: measurement.summary(values) for name, values in seconds.items()},
-        "encode / memcpy": measurement.ratio(seconds["encode"], seconds["memcpy"]),
+        "encode / memcpy": measurement.summary(seconds["encode"] / seconds["memcpy"]),
         "peak": (peak + watch.kept) / exchange.bucket.send.nbytes,
     }
 

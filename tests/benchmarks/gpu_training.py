@@ -106,7 +106,7 @@ def _measure(
         "batch_per_rank": _BATCHES[workload],
         "device": torch.cuda.get_device_name(),
         **measurement.compare(times, "alone"),
-        "overheads": {name: measurement.overhead(times[name], times["alone"]) for name in others},
+        "overheads": {name: measurement.summary(times[name] - times["alone"]) for name in others},
     }
 
 

@@ -85,10 +85,10 @@ def measure(
                 "images_per_second": {
                     name: measurement.summary(values) for name, values in found.items()
                 },
-                "speedup": measurement.ratio(found["hvdlite"], single),
-                "efficiency": measurement.ratio(found["hvdlite"], number * single),
-                "of_limit": measurement.ratio(found["hvdlite"], found["alone"]),
-                "speedup_of_limit": measurement.ratio(found["alone"], single),
+                "speedup": measurement.summary(found["hvdlite"] / single),
+                "efficiency": measurement.summary(found["hvdlite"] / (number * single)),
+                "of_limit": measurement.summary(found["hvdlite"] / found["alone"]),
+                "speedup_of_limit": measurement.summary(found["alone"] / single),
             }
         )
     return records

@@ -99,7 +99,7 @@ def measure(comm: Any, names: Sequence[str], limit: dict[str, Any]) -> list[dict
             "rounds": len(seconds[entry.name]),
             "steps_in_a_row": _STEPS,
             "seconds": measurement.summary(seconds[entry.name]),
-            "speedup": measurement.ratio(seconds[DENSE.name], seconds[entry.name]),
+            "speedup": measurement.summary(seconds[DENSE.name] / seconds[entry.name]),
         }
         for entry in entries
     ]

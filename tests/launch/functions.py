@@ -130,6 +130,10 @@ def returned(value):
     return value
 
 
+def read_input():
+    return sys.stdin.read()
+
+
 def print_lines(count):
     """Many lines, written in pieces, on both streams; the last is not ended."""
     rank = number()

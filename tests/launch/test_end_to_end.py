@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.observe import protocol
+from hvdlite.observe.status import JOINING
 from tests.launch import launcher
 from tests.launch.launcher import ROOT, command, environment, hvdliterun, running, survivors
 
@@ -70,6 +72,24 @@ def test_a_rank_that_ends_before_init_is_named_where_others_wait_for_it(python, 
     )
 
 
+def test_a_rank_that_ends_as_soon_as_others_begin_to_wait_is_named(python):
+    """mpirun of Open MPI ends the job then, and says so in many lines."""
+    code = f"""
+if rank == 1:
+    folder = os.path.dirname(os.environ[{protocol.FOLDER!r}])
+    while not os.path.exists(folder + "/rank.0/{JOINING}"):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    sys.exit()
+import hvdlite
+hvdlite.init()
+"""
+    result = hvdliterun("-np", 2, python, *script(code)[1:], timeout=60)
+    assert result.returncode == 1
+    assert "hvdliterun: rank 1 ended with exit code 0 without hvd.init(), in" in result.stderr
+    assert "mpirun exited" not in result.stderr
+
+
 def test_rank_0_reads_what_is_piped_into_the_launcher(tmp_path, python):
     """mpirun hangs where that is much."""
     code = "read = sys.stdin.buffer.read(); print(rank, len(read), set(read))"
@@ -88,6 +108,14 @@ def test_rank_0_reads_what_is_piped_into_the_launcher(tmp_path, python):
                 out, _ = process.communicate(sent, timeout=launcher.TIMEOUT)
             assert process.returncode == 0
             assert sorted(out.splitlines()) == [b"0 %d {97}" % size, b"1 0 set()"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_rank_0_reads_nothing_where_the_launcher_has_nothing_to_read(python, closed):
+    """mpirun of Open MPI would have it wait for ever."""
+    close = {"preexec_fn": lambda: os.close(0)} if closed else {}
+    result = hvdliterun("-np", 2, *script("print(rank, repr(sys.stdin.read()))"), **close)
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0 ''", "1 ''"])
 
 
 @pytest.mark.parametrize(

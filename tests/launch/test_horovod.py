@@ -308,6 +308,24 @@ def test_hvdliterun_with_any_command(tmp_path, another_horovod):
     assert result.stdout.splitlines() == ["2 True"] * 2
 
 
+def test_horovodrun_is_horovods_own_where_that_is_installed(tmp_path, another_horovod):
+    (tmp_path / "script.py").write_text("import horovod; print(horovod.__version__)")
+    start = "import sys; from hvdlite.launch.cli import horovodrun; sys.exit(horovodrun())"
+    words = ["-c", start, "-np", 1, sys.executable, tmp_path / "script.py"]
+    done = python(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{VERSION}\n", "")
+    launch = another_horovod / "horovod" / "launch.py"
+    launch.write_text("def run_commandline(): print('its own launcher'); return 3")
+    info = another_horovod / "horovod-0.28.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    (info / "entry_points.txt").write_text(
+        "[console_scripts]\nhorovodrun = horovod.launch:run_commandline\n"
+    )
+    done = python(*words, path=[another_horovod])
+    assert (done.returncode, done.stdout) == (3, "the real one\nits own launcher\n")
+
+
 @pytest.mark.slow
 def test_a_folder_that_python_takes_for_hvdlite(tmp_path):
     (tmp_path / "hvdlite").mkdir()

@@ -65,6 +65,12 @@ def test_malformed_hostfile_names_the_line(tmp_path, line):
         parse_hostfile(str(path))
 
 
+def test_hostfile_that_was_written_on_windows(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfnode1 slots=2\r\nnode2:3\r\n")
+    assert parse_hostfile(str(path)) == [Host("node1", 2), Host("node2", 3)]
+
+
 def test_hostfile_that_is_missing_empty_or_not_text(tmp_path):
     with pytest.raises(StartError, match="No such file"):
         parse_hostfile(str(tmp_path / "missing"))

@@ -18,7 +18,7 @@ import pytest
 import hvdlite
 from hvdlite import HorovodInternalError
 from hvdlite.errors import RankGoneError, StartError
-from hvdlite.launch import function
+from hvdlite.launch import function, options
 from hvdlite.launch.server import Failure
 from hvdlite.launch.worker import RemoteError, RemoteTraceback
 from tests.launch import functions, launcher
@@ -61,6 +61,11 @@ def test_in_a_process_without_standard_streams(monkeypatch):
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)
         hvdlite.run(functions.print_lines, (1,), num_proc=2)
+
+
+def test_a_function_reads_nothing_from_the_standard_input():
+    """It would wait for ever if mpirun passed on its own, which is at its end."""
+    assert hvdlite.run(functions.read_input, num_proc=2) == ["", ""]
 
 
 def test_in_a_process_that_multiprocessing_has_spawned(tmp_path):
@@ -334,7 +339,7 @@ def test_a_function_that_starts_workers():
 
 @pytest.mark.slow
 def test_over_tcp_as_from_another_host(monkeypatch):
-    monkeypatch.setattr(function, "on_this_host", lambda hosts, environment: False)
+    monkeypatch.setattr(options, "on_this_host", lambda hosts, environment: False)
     results = hvdlite.run(functions.world, num_proc=2, hosts="localhost:2")
     assert [result[:3] for result in results] == [(0, 2, 1.0), (1, 2, 1.0)]
     failure(functions.raise_on, (1, KeyError("k")), kind=KeyError, num_proc=2)

@@ -143,14 +143,14 @@ def compare(times: Mapping[str, Samples], than: str = "hvdlite") -> dict[str, An
         than: the contender that the others are compared with.
 
     Returns:
-        ``rounds``; ``seconds`` and ``ratios`` (how many times as long as ``than``) as `summary`;
-        and ``samples``, the times themselves.
+        ``rounds``; ``seconds`` and ``ratios`` (how many times as long as ``than``, within each
+        round) as `summary`; and ``samples``, the times themselves.
     """
     return {
         "rounds": len(times[than]),
         "seconds": {name: summary(samples) for name, samples in times.items()},
         "ratios": {
-            name: ratio(samples, times[than]) for name, samples in times.items() if name != than
+            name: summary(samples / times[than]) for name, samples in times.items() if name != than
         },
         "samples": {name: samples.tolist() for name, samples in times.items()},
     }
@@ -160,20 +160,6 @@ def summary(samples: Samples) -> dict[str, float]:
     """Return the median, and as spread the 10th and 90th percentile."""
     low, median, high = np.percentile(samples, [10, 50, 90])
     return {"median": float(median), "p10": float(low), "p90": float(high)}
-
-
-def ratio(over: Samples, under: Samples) -> dict[str, float]:
-    """Return the ratio within each round, as `summary`."""
-    return summary(over / under)
-
-
-def overhead(samples: Samples, alone: Samples) -> dict[str, float]:
-    """Return the difference within each round, as `summary`.
-
-    The median of the differences, not the difference of the medians: the noise that both of a
-    round have in common drops out.
-    """
-    return summary(samples - alone)
 
 
 def overhead_ratio(over: Samples, under: Samples, alone: Samples) -> dict[str, float]:

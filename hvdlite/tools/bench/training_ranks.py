@@ -16,8 +16,8 @@ from hvdlite.tools.bench.measurement import (
     Ranks,
     compare,
     interleave,
-    overhead,
     overhead_ratio,
+    summary,
 )
 from hvdlite.tools.bench.report import count_text
 from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
@@ -69,7 +69,8 @@ def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
     on_gloo = [(name, name.partition("-")[0]) for name in others if name in BACKENDS]
     pairs += [(name, base) for name, base in on_gloo if name != base and base in others]
     return {
-        "overhead_seconds": {name: overhead(times[name], alone) for name in others},
+        # Medians of differences: the noise that both of a round have in common drops out.
+        "overhead_seconds": {name: summary(times[name] - alone) for name in others},
         "overhead_ratios": {
             f"{name} / {other}": overhead_ratio(times[name], times[other], alone)
             for name, other in pairs

@@ -124,8 +124,6 @@ def allreduce(document: Mapping[str, Any]) -> Any:
 
 def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor: float) -> None:
     """Draw lines of medians in bands from the 10th to the 90th percentile."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     sizes = [record["bytes"] for record in records]
     for name in records[0][key]:
         low, median, high = (
@@ -137,11 +135,9 @@ def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor
         axes.fill_between(sizes, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: report.size_text(int(size))))
-    axes.tick_params(axis="x", labelrotation=30)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(sizes, [report.size_text(size) for size in sizes], rotation=30)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hvdlite.tools.bench import measurement, report
+from hvdlite.tools.bench import measurement, report, training_ranks
 from hvdlite.tools.bench.measurement import order
 
 
@@ -36,11 +36,13 @@ def test_each_has_each_place_equally_often():
 
 def test_overheads_are_differences_within_a_round():
     alone = np.array([1.0, 5.0, 3.0])
-    found = measurement.overhead(alone + np.array([0.5, 0.5, 0.7]), alone)
-    assert found["median"] == pytest.approx(0.5)
+    times = {"alone": alone, "hvdlite": alone + np.array([0.5, 0.5, 0.7])}
+    added = training_ranks._compare_overheads(times)["overhead_seconds"]
+    assert added["hvdlite"]["median"] == pytest.approx(0.5)
     ratio = measurement.overhead_ratio(alone + 0.5, alone + 2, alone)
     assert ratio == pytest.approx({"median": 0.25, "p10": 0.25, "p90": 0.25})
-    assert measurement.ratio(2 * alone, alone)["median"] == 2
+    compared = measurement.compare({"hvdlite": alone, "mpi": alone * [1.0, 2.0, 7.0]})
+    assert compared["ratios"]["mpi"]["median"] == 2
     spread = measurement.summary(np.arange(11.0))
     assert spread == pytest.approx({"median": 5.0, "p10": 1.0, "p90": 9.0})
 
