@@ -16,6 +16,7 @@ from hvdlite.keras._optimizer import distributed_part
 from tests.keras.measures import (
     check_copies,
     check_drift,
+    check_normalization,
     check_replicas,
     check_several_steps,
     close,
@@ -416,3 +417,7 @@ def test_several_steps_in_one_execution_and_a_broadcast():
 
 def test_replicas_that_part_are_found():
     check_drift(hvd, keras, KINDS[-1], make_model, fit, *map(own, data()), BATCH)
+
+
+def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
+    check_normalization(hvd, keras)
