@@ -33,10 +33,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2462, "recipe"),
     "torch": (8, 5931, "torch"),
     "tensorflow": (8, 2895, "tensorflow"),
-    "keras": (9, 2330, "keras tensorflow.keras"),
+    "keras": (9, 2349, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2709,
+        2721,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

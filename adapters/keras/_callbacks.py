@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
     build_optimizer,
+    deriving_anew,
     differ_by_rank,
     to_array,
 )
@@ -153,7 +153,8 @@ class BroadcastGlobalVariablesCallback:
             )
 
     def _broadcast_weights(self, weights: list[Any]) -> None:
-        broadcast_variables(weights, self.root_rank)
+        with deriving_anew(self.model):
+            broadcast_variables(weights, self.root_rank)
         differ_by_rank(self.model.variables)
 
     def _expect_comparison(self) -> None:
@@ -420,25 +421,16 @@ class BestModelCheckpoint:
             raise ValueError("BestModelCheckpoint has no path; pass filepath= or set .filepath")
         super().on_train_begin(logs)  # type: ignore[misc]
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if world.rank() == 0:
-            if self.monitor_op is None:  # Keras 3 chooses it at the end of an epoch, which is late
-                self._set_monitor_op()
-            with self._atomic_files():
-                super().on_train_batch_end(batch, logs)  # type: ignore[misc]
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if world.rank() == 0:
-            with self._atomic_files():
-                super().on_epoch_end(epoch, logs)  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def _atomic_files(self) -> Iterator[None]:
-        """Replace files atomically, so that a killed process leaves the old ones."""
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save on rank 0, and replace files atomically: a killed process leaves the old ones."""
+        if world.rank() != 0:
+            return
+        if self.monitor_op is None:  # Keras 3 chooses it at the end of an epoch, which is late
+            self._set_monitor_op()
         model = self.model
         self.set_model(_AtomicallySaved(model))
         try:
-            yield
+            super()._save_model(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.set_model(model)
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from hvdlite.elastic.state import ExchangeHandler, ObjectState, State, VariablesHandler
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._values import batches_per_call, build_optimizer
+from hvdlite.keras._values import batches_per_call, build_optimizer, deriving_anew
 
 
 class KerasState(ObjectState):
@@ -47,12 +47,24 @@ class KerasState(ObjectState):
         build_optimizer(optimizer, model)
         super().__init__(
             # What all ranks get is without random seeds.
-            model=VariablesHandler(model, attrgetter("variables"), attrgetter("weights")),
+            model=_ModelHandler(model, attrgetter("variables"), attrgetter("weights")),
             optimizer=VariablesHandler(optimizer, _variables_of_optimizer),
             **kwargs,
         )
         # Behind the variables: a schedule begins again with the weights that it finds.
         self._handlers.append(("optimizer", ExchangeHandler(optimizer, _of_optimizer)))
+
+
+class _ModelHandler(VariablesHandler):
+    """Handles a model, whose layers keep more than variables."""
+
+    def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
+        with deriving_anew(self.value):
+            super().apply(captured, is_own)
+
+    def sync(self) -> None:
+        with deriving_anew(self.value):
+            super().sync()
 
 
 def _variables_of_optimizer(optimizer: Any) -> Sequence[Any]:

@@ -32,6 +32,7 @@ from hvdlite.keras._optimizer import (
 from hvdlite.keras._tensorflow import after, connect
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import unconverted
+from hvdlite.tensorflow.variables import WeakVariablesDict
 from hvdlite.world import parts
 
 _Pairs = list[tuple[Any, Any]]
@@ -56,6 +57,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
     synchronizer = Synchronizer(stepping, options, connect, scales_loss=inner is not None)
+    synchronizer.pass_counters = WeakVariablesDict()
     _install()
     make_distributed(stepping, DistributedLegacy, synchronizer, distribute)
     return optimizer
@@ -146,12 +148,11 @@ class DistributedLegacy(DistributedKeras):
             return synchronizer.path.step(gradients, variables, batch_size, apply)
         if options.passes == 1:
             return step(gradients)
-        if synchronizer.pass_counter is None:
-            synchronizer.pass_counter = PassCounter(options, variables)
+        counter = synchronizer.pass_counters.of(variables, lambda: PassCounter(options, variables))
         self._build_variables(variables)
         # As in Keras 3, each pass counts as an iteration.
         skip = functools.partial(self.iterations.assign_add, 1)
-        return result(synchronizer.pass_counter.run(gradients, step, skip))
+        return result(counter.run(gradients, step, skip))
 
     def _build_variables(self, variables: list[Any]) -> None:
         """Create the optimizer's variables, which is impossible inside a branch of a graph."""

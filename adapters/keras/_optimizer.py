@@ -170,8 +170,8 @@ class KerasAdapter:
     ) -> Any:
         """Load a model and make its optimizer, with the state it has, distributed.
 
-        Every rank reads the file. If only rank 0 can, load it there, create the same model on the
-        other ranks, and broadcast.
+        Every rank reads the file. If only rank 0 can, let the others write what
+        ``hvd.broadcast_object`` gives them of its bytes to a file of their own, and load that.
 
         Args:
             filepath: A file that ``model.save`` has written, with hvdlite or without.

@@ -5,7 +5,8 @@ Arrays, numbers, tensors and variables go in, numpy arrays come out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,32 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
             "broadcast_global_variables(root_rank, model=model), or let fit have "
             "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
         )
-    broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
+    with deriving_anew(model):
+        broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
+
+
+@contextmanager
+def deriving_anew(model: Any) -> Iterator[None]:
+    """Make layers whose weights change in this context derive from them what they keep beside.
+
+    Keras does so when it loads weights: a `Normalization` that was adapted keeps constants, which
+    are also in the functions that have been compiled.
+    """
+
+    def values(layer: Any) -> list[Any]:
+        return [np.array(to_array(weight)) for weight in layer.weights]
+
+    derives = [each for each in model._flatten_layers() if hasattr(each, "finalize_state")]
+    earlier = list(map(values, derives))
+    yield
+    changed = False
+    for layer, old in zip(derives, earlier, strict=True):
+        if not all(map(np.array_equal, old, values(layer))):
+            layer.finalize_state()
+            changed = True
+    if changed and model.train_function is not None:
+        model.make_train_function(force=True)
+        model.test_function = model.predict_function = None
 
 
 def differ_by_rank(variables: Sequence[Any]) -> None:

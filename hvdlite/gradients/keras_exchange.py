@@ -153,7 +153,7 @@ class Synchronizer:
         replica: What ranks compare of the optimizer.
         is_suspended: A caller around the optimizer exchanges the gradients.
         pending: Indices of variables with a gradient since the last exchange (Keras 3).
-        pass_counter: Accumulates the gradients of several passes (legacy Keras).
+        pass_counters: For each list of variables what accumulates several passes (legacy Keras).
         train_functions: Models' compiled training functions that exchange gradients.
         local: Variables whose gradients are not exchanged.
         path: Makes the steps; None: there is one exchange of gradients for each.
@@ -176,7 +176,7 @@ class Synchronizer:
         self.replica = OptimizerReplica(optimizer)
         self.is_suspended = False
         self.pending: set[int] = set()
-        self.pass_counter: Any = None
+        self.pass_counters: Any = None
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self._early: list[Any] = []
         self.local = LocalVariables(options.scale_local)

@@ -19,7 +19,7 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite.keras import _keras3
 from tests import events
-from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras.measures import check_normalization, close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, TORCH, data, fit, make_model, own
 
 
@@ -426,3 +426,7 @@ def test_process_sets():
 
 def shapes_of(model):
     return [(None, *model.inputs[0].shape[1:]), (None, *model.outputs[0].shape[1:])]
+
+
+def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
+    check_normalization(hvd, keras)

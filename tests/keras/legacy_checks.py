@@ -16,6 +16,7 @@ from hvdlite.keras._optimizer import distributed_part
 from tests.keras.measures import (
     check_copies,
     check_drift,
+    check_normalization,
     check_replicas,
     check_several_steps,
     close,
@@ -152,6 +153,28 @@ def test_backward_passes_add_up():
             )
             check_fit(optimizer, expected, STEPS // 2)
             assert int(optimizer.iterations) == STEPS
+
+
+def test_each_list_of_variables_has_its_own_backward_passes():
+    mean = (hvd.size() + 1) / 2
+    for kind in KINDS:
+        first, second = tf.Variable([0.0, 0.0]), tf.Variable([0.0, 0.0])
+        both = [first, second, tf.Variable([[0.0]])]
+        optimizer = kind(1.0)
+        if hasattr(optimizer, "build"):
+            optimizer.build(both)
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+        factor = tf.fill([2], hvd.rank() + 1.0)
+        for _ in range(2):
+            optimizer.apply_gradients([(factor, first)])
+            optimizer.apply_gradients([(10 * factor, second)])
+        assert first.numpy().tolist() == [-2 * mean, -2 * mean]
+        assert second.numpy().tolist() == [-20 * mean, -20 * mean]
+        for _ in range(2):  # one more is trained, as after a layer has been thawed
+            pairs = zip([tf.reshape(factor[0], [1, 1]), factor], reversed(both[1:]), strict=True)
+            optimizer.apply_gradients(list(pairs))
+        assert both[2].numpy().tolist() == [[-2 * mean]]
+        assert second.numpy().tolist() == [-22 * mean, -22 * mean]
 
 
 def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
@@ -394,3 +417,7 @@ def test_several_steps_in_one_execution_and_a_broadcast():
 
 def test_replicas_that_part_are_found():
     check_drift(hvd, keras, KINDS[-1], make_model, fit, *map(own, data()), BATCH)
+
+
+def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
+    check_normalization(hvd, keras)

@@ -228,6 +228,41 @@ def check_several_steps(keras, hvd, make_optimizer, make_model, x, y):
         train(model, [broadcast(1), Disturbance()])
 
 
+def check_normalization(hvd, keras):
+    """Check that ranks normalize alike that have adapted to other data, after a broadcast."""
+    rank, size, layers = hvd.rank(), hvd.size(), keras.layers
+    x = np.random.default_rng(3).normal(size=(8 * size, 3)) * (1.0 + np.arange(8 * size)[:, None])
+    x, y = x.astype(np.float32), x.sum(axis=1, keepdims=True).astype(np.float32)
+    mine, roots = x[rank::size], x[::size].astype(np.float64)
+
+    def adapted():
+        layer = layers.Normalization()
+        layer.adapt(mine)
+        return layer
+
+    # The second one has weights after its first batch.
+    for inputs in ([keras.Input((3,))], []):
+        model = keras.Sequential([*inputs, adapted(), layers.Dense(1, kernel_initializer="ones")])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.125)), "mse")
+        if inputs:
+            model.predict(x, verbose=0)  # compiles a function
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(mine, y[rank::size], batch_size=8, verbose=0, callbacks=[broadcast])
+        normal = (x - roots.mean(axis=0)) / roots.std(axis=0)
+        weight, bias = map(np.asarray, model.get_weights()[-2:])
+        expected = normal @ weight + bias
+        np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-4)
+        if inputs:
+            error = normal.sum(axis=1, keepdims=True) - y
+            step = 0.125 * 2 * (normal.T @ error) / len(x)
+            np.testing.assert_allclose(weight, 1.0 - step, rtol=1e-3)
+    model = keras.Sequential([keras.Input((3,)), adapted()])
+    model.compile("sgd", "mse")
+    state = hvd.elastic.KerasState(model)
+    state.sync()
+    np.testing.assert_allclose(model.predict(x, verbose=0), normal, rtol=1e-4, atol=1e-4)
+
+
 def check_copies(hvd, keras, kind, scaling, model, fit):
     """Check that whatever Keras makes from a distributed optimizer is distributed in the same way.
 

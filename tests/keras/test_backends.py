@@ -16,7 +16,7 @@ SLOW = """
 saved embeddings clip decay before_its adds_up_and_one may_be_named discarded schedules_stay
 without_xla learning_rates_follow in_one_execution not_finite what_is_made_from backward_passes
 every_adapter overflow seeded_layers around_accumulation that_part own_loss sums_and_compression
-train_on_batch
+train_on_batch adapted_to
 """.split()  # noqa: SIM905 - a line for each word would be longer than the tests
 
 
