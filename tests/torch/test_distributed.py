@@ -634,6 +634,29 @@ def test_fsdp_trains_as_one_process_and_its_checkpoint_loads(size, tmp_path):
 
 @ranks(2)
 @grouped
+def test_what_would_mix_up_parts_of_a_dtensor_is_refused(size, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Net())
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, model.parameters())
+    states = model.state_dict()
+    for refused in (
+        lambda: hvd.allreduce(states["0.weight"]),
+        lambda: hvd.broadcast_parameters(states, 0),
+        lambda: hvd.broadcast_optimizer_state(optimizer, 0),
+        lambda: hvd.DistributedOptimizer(optimizer),
+        lambda: hvd.checkpoint(tmp_path / "one.pt").save(states),
+        lambda: hvd.checkpoint(tmp_path / "one.npz").save(states),
+    ):
+        with pytest.raises(TypeError, match="DTensor of shape"):
+            refused()
+    assert not [*tmp_path.iterdir()]
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+@ranks(2)
+@grouped
 def test_tensor_parallel_trains_as_one_process(size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
