@@ -464,6 +464,18 @@ def test_destroyed_and_initialised_again(size):
 
 
 @ranks(2)
+@grouped
+def test_a_group_that_shutdown_has_ended_says_so(size):
+    rank = dist.get_rank()
+    hvd.shutdown()
+    for begin in (lambda: None, hvd.init):
+        begin()
+        assert dist.get_rank() == rank
+        with pytest.raises(RuntimeError, match=r"has been destroyed, by hvd\.shutdown"):
+            dist.all_reduce(torch.ones(1))
+
+
+@ranks(2)
 def test_a_destroyed_group_leaves_no_garbage(size):
     """Its store has a thread: a forked child that collects garbage might wait for its end."""
     gc.disable()
