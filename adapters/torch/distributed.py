@@ -78,12 +78,14 @@ class ProcessGroup(_Base):
         super().__init__([*ranks].index(world.rank()), len(ranks))
         self.timeout, self.store, self.barriers = timeout, store, 0
         self.process_set, self.engine = global_process_set, runtime.engine()
+        self._of_all = self.engine
         self._size, self._survives, self.calls = len(ranks), False, 0
         if self._size < world.size() or not self.engine.supervisor.survives:
             self.process_set = ProcessSet(ranks)
             self.engine = runtime.process_sets().add_among_members(
                 self.process_set, stall_shutdown_time_seconds=timeout, cycle_time=0.0
             )
+        self._own = self.engine.world.id
         self._kept: deque[Work] = deque(maxlen=_KEPT)
         self._seen: dict[int, tuple[int, int]] = {}
         self.label = "" if len(ranks) == world.size() else f" of {ranks_text(ranks)}"
@@ -97,15 +99,17 @@ class ProcessGroup(_Base):
         """Raise if a rank has died, and the group does not go on."""
         if len(self.engine.world.ids) < self._size and not self._survives:
             raise RankGoneError(
-                f"rank {self.engine.world.id}: a rank of this group has died, with what it had; "
+                f"rank {self._own}: a rank of this group has died, with what it had; "
                 "only DDP with hvd.comm_hook goes on: start again from a checkpoint"
             )
 
     def check_open(self) -> None:
-        """Raise if the group has been destroyed, or `check` does."""
-        if self.store is None:
+        """Raise if the group has been destroyed, or hvdlite shut down since, or `check` does."""
+        is_there = world.is_initialized() and runtime.engine() is self._of_all
+        if self.store is None or not is_there:
             raise RuntimeError(
-                f"rank {world.rank()}: the group{self.label} has been destroyed; make another one"
+                f"rank {self._own}: the group{self.label} has been destroyed, by hvd.shutdown() "
+                "perhaps; make another one"
             )
         self.check()
 
@@ -115,7 +119,7 @@ class ProcessGroup(_Base):
 
     def getRank(self) -> int:  # noqa: N802
         """Return this rank's number in the group."""
-        return self.engine.world.ids.index(self.engine.world.id)
+        return self.engine.world.ids.index(self._own)
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the backend's name."""
@@ -254,7 +258,7 @@ class ProcessGroup(_Base):
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce a tensor in place on the root; the others keep theirs."""
         root, (op, factor) = self._id(opts.rootRank), _op(opts)
-        is_root = root == self.engine.world.id
+        is_root = root == self._own
 
         def describe(name: str, out: Any) -> Operation:
             reduction.check(op, out.dtype)

@@ -21,7 +21,7 @@ from hvdlite.gradients.options import (
     make_options,
 )
 from hvdlite.torch.reducer import Names
-from hvdlite.torch.tensors import CONVERSION
+from hvdlite.torch.tensors import CONVERSION, check_whole
 from hvdlite.torch.wrapping import Distributed, Wrapped
 
 
@@ -120,8 +120,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             twice or lacks a parameter, ``groups`` has something else than parameters of the
             optimizer, the process set is not registered, an argument is out of range, or the
             schedule does not go together with another one.
-        TypeError: it is no torch optimizer, or ``compression`` is no strategy, or ``schedule``
-            is none.
+        TypeError: it is no torch optimizer, or a parameter is a DTensor (of FSDP2, say), or
+            ``compression`` is no strategy, or ``schedule`` is none.
     """
     _check_optimizer(optimizer)
     _check_groups(optimizer, num_groups, groups)
@@ -156,6 +156,7 @@ def _names_of(
 ) -> Names:
     """Return names by parameter, in the order of registration."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    check_whole(*own)
     if named_parameters is None:
         return Names((parameter, f"parameter.{number}") for number, parameter in enumerate(own))
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]

@@ -150,12 +150,12 @@ class Reducer:
         """Describe parameters, for comparison across ranks."""
         return [_describe(self.names[each], each, each.dtype) for each in parameters]
 
-    def detach(self) -> None:
-        """Exchange no gradients any more, until `attach` is called again."""
-        for hooks in self._hooks:
+    def detach(self, some: Sequence[GradientHooks] = ()) -> None:
+        """Exchange no gradients any more, or some, until `attach` is called again."""
+        for hooks in some or [*self._hooks]:
             hooks.remove()
-        self._hooks.clear()
-        self._attached.clear()
+            self._hooks.remove(hooks)
+            self._attached.difference_update(map(id, hooks.parameters))
         self.averaged = False
 
     @property
@@ -194,10 +194,10 @@ class Reducer:
         self._unfinished = None
         if self._errors:
             raise self._errors[0]
-        if any(map(_is_converted, self._hooks)):  # by model.double(), for example
-            parameters = self._all_attached()
-            self.detach()
-            self.attach(parameters)
+        if converted := [*filter(_is_converted, self._hooks)]:  # by model.double(), for example
+            self._trained = self._all_attached()
+            self.detach(converted)  # alone: of the others, averages are there, and sums would grow
+            self._begin_new()
             self._finish(samples)
             return
         if self._complaints:

@@ -23,7 +23,7 @@ from hvdlite.recipe._tree import flatten, map_leaves
 from hvdlite.recipe.checkpoints import TORCH_SUFFIXES
 from hvdlite.torch.collectives import broadcast_async_
 from hvdlite.torch.handles import synchronize
-from hvdlite.torch.tensors import to_array, to_tensor
+from hvdlite.torch.tensors import check_whole, to_array, to_tensor
 from hvdlite.world import world
 
 # The last part of the keys under which torch stores the result of get_extra_state().
@@ -142,6 +142,8 @@ def send_optimizer_state(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast as `broadcast_optimizer_state` what ``state_dict`` returns on the root."""
+    for group in optimizer.param_groups:
+        check_whole(*group["params"])
     groups = {
         f"parameter group {number}": [
             (tuple(parameter.shape), str(parameter.dtype)) for parameter in group["params"]
@@ -335,7 +337,9 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
 
 
 def _check_for_torch(leaf: Any) -> None:
-    if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
+    if isinstance(leaf, torch.Tensor):
+        check_whole(leaf)
+    elif type(leaf) not in _PLAIN:
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
         raise TypeError(
             f"found {kind}; a file for torch.load holds dict, list, tuple, None, bool, int, float, "

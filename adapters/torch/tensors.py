@@ -59,6 +59,7 @@ def to_array(
             return _view(tensor)  # nearly always; what has to be done otherwise takes longer
         except (TypeError, RuntimeError, BufferError):
             pass
+    check_whole(tensor)
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
     if tensor.is_meta:
@@ -79,6 +80,18 @@ def to_array(
     if host.dtype == torch.bfloat16:
         return _view(host.view(torch.int16)).view(_BFLOAT16)
     return _view(host)
+
+
+def check_whole(*tensors: torch.Tensor) -> None:
+    """Raise TypeError if a tensor is a DTensor, of which each rank has a part of its own."""
+    for tensor in tensors:
+        if hasattr(tensor, "to_local"):
+            raise TypeError(
+                f"expected a whole tensor, found a DTensor of shape {list(tensor.shape)}, of which "
+                "each rank may have another part; FSDP2 and tensor parallelism exchange what has "
+                "to be by themselves, and torch.distributed.checkpoint saves it: leave this call "
+                "out, or pass .full_tensor()"
+            )
 
 
 class _Memory:

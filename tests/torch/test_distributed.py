@@ -464,6 +464,18 @@ def test_destroyed_and_initialised_again(size):
 
 
 @ranks(2)
+@grouped
+def test_a_group_that_shutdown_has_ended_says_so(size):
+    rank = dist.get_rank()
+    hvd.shutdown()
+    for begin in (lambda: None, hvd.init):
+        begin()
+        assert dist.get_rank() == rank
+        with pytest.raises(RuntimeError, match=r"has been destroyed, by hvd\.shutdown"):
+            dist.all_reduce(torch.ones(1))
+
+
+@ranks(2)
 def test_a_destroyed_group_leaves_no_garbage(size):
     """Its store has a thread: a forked child that collects garbage might wait for its end."""
     gc.disable()
@@ -630,6 +642,29 @@ def test_fsdp_trains_as_one_process_and_its_checkpoint_loads(size, tmp_path):
     checkpoint.load(whole, checkpoint_id=tmp_path)
     loaded = torch.cat([whole[name].reshape(-1) for name, _ in Net().named_parameters()])
     torch.testing.assert_close(loaded, alone())
+
+
+@ranks(2)
+@grouped
+def test_what_would_mix_up_parts_of_a_dtensor_is_refused(size, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Net())
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, model.parameters())
+    states = model.state_dict()
+    for refused in (
+        lambda: hvd.allreduce(states["0.weight"]),
+        lambda: hvd.broadcast_parameters(states, 0),
+        lambda: hvd.broadcast_optimizer_state(optimizer, 0),
+        lambda: hvd.DistributedOptimizer(optimizer),
+        lambda: hvd.checkpoint(tmp_path / "one.pt").save(states),
+        lambda: hvd.checkpoint(tmp_path / "one.npz").save(states),
+    ):
+        with pytest.raises(TypeError, match="DTensor of shape"):
+            refused()
+    assert not [*tmp_path.iterdir()]
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
 @ranks(2)

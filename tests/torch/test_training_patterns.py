@@ -388,6 +388,24 @@ def check_conversion(converted_after, **options):
         assert own_one.grad.dtype is torch.float64
 
 
+@ranks(2, 3)
+def test_a_conversion_of_some_parameters_leaves_the_sums_of_others_alone(size):
+    hvd.init()
+    early, late = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float32)) for _ in range(2))
+    optimizer = torch.optim.SGD([early, late.requires_grad_(False)], lr=1.0)
+    distribute(optimizer, op=hvd.Sum)
+    for step in range(4):
+        late.requires_grad_(step > 0)  # so it is exchanged apart
+        if step == 2:
+            early.data, early.grad = early.data.double(), None
+        optimizer.zero_grad()
+        ((early + late) * (1 + hvd.rank())).sum().backward()
+        optimizer.step()
+    total = sum(range(1, size + 1))
+    assert torch.equal(early, torch.full((3,), -4.0 * total, dtype=torch.float64))
+    assert torch.equal(late, torch.full((3,), -3.0 * total))
+
+
 @ranks(2)
 def test_a_model_that_is_converted_on_one_rank_only():
     hvd.init()
