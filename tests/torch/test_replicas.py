@@ -53,7 +53,7 @@ def last_rank():
     return hvd.rank() == hvd.size() - 1
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_weights_that_were_never_broadcast():
     hvd.init()
     model = make_model(seed=hvd.rank())
@@ -126,7 +126,7 @@ def test_another_optimizer(make, told):
     assert "make the same optimizer, with the same arguments, on all ranks" in message
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -144,7 +144,7 @@ def test_the_state_of_another_optimizer_is_not_broadcast(make, told):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_a_broadcast_after_the_first_step_is_early_enough():
     hvd.init()
     model = make_model(seed=hvd.rank())
@@ -239,7 +239,7 @@ def test_settings(monkeypatch):
         hvd.init()
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_rank_that_has_joined_is_compared_when_it_is_back():
     hvd.init()
     model = make_model()
@@ -296,7 +296,7 @@ def adam_of_a_tensor(model):
     return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize(
     ("make", "part", "told", "cause"),
     [
