@@ -247,7 +247,8 @@ def fit(order=1, every=3, per_call=1, **where):
 
     model = Model(model.layers)
     model.build((None, 3))
-    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False, steps_per_execution=per_call)
+    options = {"run_eagerly": per_call == 1, "steps_per_execution": per_call}
+    model.compile("sgd", "mse", jit_compile=False, **options)
     state = Committed(model, batch=where.pop("batch", 0), epoch=where.pop("epoch", 0))
     state.seen = []
     callbacks = [
@@ -281,8 +282,9 @@ class TestCallbacks:
 
     @pytest.mark.slow
     @ranks(2, timeout=PATIENCE)
-    @pytest.mark.parametrize("order", [1, -1])
-    @pytest.mark.parametrize("where", [{"epochs": 2}, {"epochs": 3, "initial_epoch": 1}])
+    @pytest.mark.parametrize(
+        ("order", "where"), [(1, {"epochs": 2}), (-1, {"epochs": 3, "initial_epoch": 1})]
+    )
     def test_an_epoch_goes_on_in_the_middle(self, order, where):
         hvd.init()
         _, whole = fit(epochs=1)

@@ -58,7 +58,7 @@ OPTIMIZERS = {
 
 
 class TestState:
-    @ranks(1, 2)
+    @ranks(2)
     def test_another_process_goes_on_from_a_dump(self):
         hvd.init()
 
@@ -90,7 +90,7 @@ class TestState:
         other.restore()
         assert same(other.model.state_dict(), state.model.state_dict())
 
-    @ranks(2, 3)
+    @ranks(3)
     def test_a_spare_takes_on_the_global_batches_of_the_others(self, size):
         """As if one rank more had started, and died at the end of the first step."""
         hvd.init()
@@ -150,7 +150,7 @@ class TestState:
         state.restore()
         assert not optimizer.state
 
-    @ranks(1, 2, 3)
+    @ranks(3)
     def test_sync_gives_everything_of_rank_0_and_keeps_it(self, size):
         hvd.init()
         rank = hvd.rank()
@@ -341,7 +341,7 @@ def break_gradients():
 
 
 class TestTraining:
-    @ranks(2, 3)
+    @ranks(2)
     @pytest.mark.parametrize(
         ("action", "when"),
         [
@@ -374,7 +374,7 @@ def undisturbed(passes=1):
     return train(None, "never", passes)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_news_of_hosts_interrupt_all_ranks_and_callbacks_follow_a_reset():
     hvd.init()
     state = TorchState(torch.nn.Linear(2, 1), epoch=0)

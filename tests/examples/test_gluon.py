@@ -8,7 +8,7 @@ import pytest
 
 import hvdlite as hvd
 from tests.benchmarks import traffic
-from tests.examples.conftest import EXAMPLES
+from tests.examples.conftest import IMAGES, few_digits
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -34,7 +34,7 @@ def train(script, *arguments):
 def whole_batches():
     """Return the positions of the images of an epoch's batches, all ranks' together."""
     # The last batches are no multiple of ranks and devices: their parts differ in size.
-    batches = list(hvd.Sharding(1437, 128, rank=0, size=1, seed=1).indices(0))
+    batches = list(hvd.Sharding(IMAGES, 128, rank=0, size=1, seed=1).indices(0))
     assert len(batches[-1]) % 4
     return batches
 
@@ -44,7 +44,7 @@ def check_printed(printed, correct):
         assert printed == ""
     else:
         accuracy, _ = map(float, EPOCH.fullmatch(printed).groups())
-        assert accuracy == pytest.approx(correct / 1437, abs=1e-4)
+        assert accuracy == pytest.approx(correct / IMAGES, abs=1e-4)
 
 
 def use_float64(monkeypatch, digits):
@@ -59,7 +59,7 @@ def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
     import torch
     from torch.nn.functional import cross_entropy
 
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    few_digits(monkeypatch)
     import digits
     import gluon_lenet
 
@@ -103,12 +103,13 @@ def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
 def test_an_epoch_of_tensorflow_is_that_of_one_process_with_whole_batches(monkeypatch):
     keras = pytest.importorskip("keras")
     tf = pytest.importorskip("tensorflow")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    few_digits(monkeypatch)
     import digits
     import gluon_lenet_tensorflow as script
 
     use_float64(monkeypatch, digits)
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # another test may have used Keras
     try:
         images, labels = script.to_arrays(digits.load().train)
         keras.utils.set_random_seed(1)
@@ -133,7 +134,7 @@ def test_an_epoch_of_tensorflow_is_that_of_one_process_with_whole_batches(monkey
             check_printed(printed, correct)
     finally:
         keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")  # which keeps the type of its first use
+        keras.config.set_dtype_policy("float32")
     _, _, sent = train(script, "--compression", "1bit")
     assert WEIGHTS / 8 <= sent < WEIGHTS / 8 + 1500
 

@@ -17,27 +17,25 @@ def framework(request):
 
 
 @pytest.mark.slow
-def test_another_number_of_processes():
-    pytest.importorskip("torch")
-    assert scripts.train("pytorch_mnist.py", 3, "--epochs", 3)["train_loss"] < 2
-
-
-@pytest.mark.slow
 def test_training_and_resuming_it(framework, tmp_path):
     """A training learns digits; an interrupted one ends like one that is not."""
-    script, folder = f"{framework}_mnist.py", ("--checkpoint-dir", tmp_path)
+    folder = ("--checkpoint-dir", tmp_path)
     # 23 steps make an epoch: the second training is interrupted in the second one.
-    whole, interrupted, compressed = scripts.train_in_turn(
-        script,
+    whole, interrupted, resumed, finished, compressed = scripts.train_in_turn(
+        f"{framework}_mnist.py",
         2,
-        ("--epochs", 3),
-        ("--epochs", 3, *folder, "--steps", 40),
+        ("--epochs", 4),
+        ("--epochs", 4, *folder, "--steps", 40),
+        *[("--epochs", 4, *folder)] * 2,
         ("--epochs", 3, "--compression", "bf16"),
     )
+    assert whole["framework"] == framework
+    assert whole["test_accuracy"] >= 0.9
+    # An accuracy over 360 images, each counted once.
+    assert whole["test_accuracy"] * 360 == pytest.approx(round(whole["test_accuracy"] * 360))
+    assert whole["train_loss"] < 0.5
+    assert whole["images_per_s"] > 0
     assert interrupted["weights_sha256"] != whole["weights_sha256"]
-    assert compressed["weights_sha256"] != whole["weights_sha256"]
-    assert compressed["train_loss"] < 1
-    resumed, finished, long = scripts.train_in_turn(script, 2, *[("--epochs", 3, *folder)] * 2, ())
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["train_loss"] == whole["train_loss"]
     # A finished training is evaluated again.
@@ -45,12 +43,8 @@ def test_training_and_resuming_it(framework, tmp_path):
     assert finished["test_accuracy"] == resumed["test_accuracy"]
     assert finished["train_loss"] is finished["images_per_s"] is None
     assert [path.name for path in tmp_path.iterdir()] == [f"{framework}_mnist.npz"]
-    assert long["framework"] == framework
-    assert long["test_accuracy"] >= 0.97
-    # An accuracy over 360 images, each counted once.
-    assert long["test_accuracy"] * 360 == pytest.approx(round(long["test_accuracy"] * 360))
-    assert long["train_loss"] < 0.01
-    assert long["images_per_s"] > 0
+    assert compressed["weights_sha256"] != whole["weights_sha256"]
+    assert compressed["train_loss"] < 1
 
 
 def _check_refusal(job, *words):

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as hvd
-from hvdlite.keras._optimizer import distributed_part
 from tests.keras.measures import (
     check_copies,
     check_drift,
@@ -49,10 +48,9 @@ def make_model(seed=1):
     return model
 
 
-def fit(model, optimizer, x, y, batch, callbacks=(), **options):
-    # What is compared with is not traced, which would take longer than its steps.
-    options = {"run_eagerly": distributed_part(optimizer) is None, **options}
-    model.compile(optimizer=optimizer, loss="mse", **options)
+def fit(model, optimizer, x, y, batch, callbacks=(), graph=False, **options):
+    # Tracing a step takes longer than all steps do without.
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=not graph, **options)
     return model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[*callbacks])
 
 
@@ -62,10 +60,10 @@ def reference(optimizer, passes=1):
     return model.get_weights()
 
 
-def check_fit(optimizer, expected, steps=STEPS, model=None):
-    model = model or make_model()
+def check_fit(optimizer, expected, steps=STEPS, **options):
+    model = make_model()
     with exchanges() as count:
-        fit(model, optimizer, *map(own, data()), BATCH)
+        fit(model, optimizer, *map(own, data()), BATCH, **options)
     assert len(count) == steps, count
     assert same_on_all_ranks(model.get_weights())
     assert close(model.get_weights(), expected)
@@ -82,7 +80,7 @@ def test_fit_exchanges_in_every_step():
         wrapped = hvd.DistributedOptimizer(optimizer)
         assert wrapped is optimizer
         assert isinstance(wrapped, kind)
-        check_fit(wrapped, reference(kind(0.1, momentum=0.9)))
+        check_fit(wrapped, reference(kind(0.1, momentum=0.9)), graph=True)
         check_fit(
             tf_hvd.DistributedOptimizer(kind(0.02), op=hvd.Sum), reference(kind(0.02 * hvd.size()))
         )
@@ -151,7 +149,7 @@ def test_backward_passes_add_up():
             optimizer = hvd.DistributedOptimizer(
                 kind(rate), backward_passes_per_step=2, average_aggregated_gradients=average
             )
-            check_fit(optimizer, expected, STEPS // 2)
+            check_fit(optimizer, expected, STEPS // 2, graph=average)
             assert int(optimizer.iterations) == STEPS
 
 
@@ -191,7 +189,7 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
             lambda kind=kind: hvd.DistributedOptimizer(scaling(kind(0.1), initial_scale=2.0**10)),
         ):
             model, optimizer = make_model(), make()
-            fit(model, optimizer, own(x), own(bad), BATCH)
+            fit(model, optimizer, own(x), own(bad), BATCH, graph=True)
             assert float(optimizer.loss_scale) == 2.0**9
             assert same_on_all_ranks(model.get_weights())
             assert close(model.get_weights(), skipping.get_weights())
@@ -212,11 +210,11 @@ def test_steps_that_are_not_finite_are_left_out_on_all_ranks():
     for kind in KINDS:
         expected = make_model()
         fit(expected, kind(0.1, momentum=0.9), x[keep], y[keep], BATCH * size)
-        for wrap, eager in [(lambda made: made, True), (scaling, False)]:
+        for wrap, graph in [(lambda made: made, False), (scaling, True)]:
             with not_finite("skip") as told:
                 model = make_model()
                 optimizer = wrap(hvd.DistributedOptimizer(kind(0.1, momentum=0.9)))
-                fit(model, optimizer, own(x), own(bad), BATCH, run_eagerly=eager)
+                fit(model, optimizer, own(x), own(bad), BATCH, graph=graph)
                 assert same_on_all_ranks(model.get_weights())
             assert int(optimizer.iterations) == STEPS - 1
             assert close(model.get_weights(), expected.get_weights())
@@ -230,7 +228,7 @@ def test_what_was_trained_before_and_what_is_saved():
         # In batches of the size that follows: a compiled step would be used again.
         first = (x[: BATCH * STEPS], y[: BATCH * STEPS], BATCH)
         for each in (expected, model):
-            fit(each, kind(0.1, momentum=0.9), *first, run_eagerly=False)
+            fit(each, kind(0.1, momentum=0.9), *first, graph=True)
         hvd.DistributedOptimizer(model.optimizer)
         options = {"shuffle": False, "verbose": 0}
         expected.fit(x, y, batch_size=BATCH * hvd.size(), **options)
@@ -319,7 +317,7 @@ def test_what_is_refused():
         hvd.DistributedOptimizer(1)
     model = make_model()
     with pytest.raises(ValueError, match="jit_compile=False"):
-        fit(model, optimizer, *map(own, data()), BATCH, jit_compile=True)
+        fit(model, optimizer, *map(own, data()), BATCH, graph=True, jit_compile=True)
     hvd.broadcast_global_variables(0, model=model)
 
 

@@ -11,6 +11,7 @@ from hvdlite.recipe import Sharding
 from tests.keras.measures import close, exchanges, same_on_all_ranks
 from tests.keras.models import (
     BATCH,
+    EAGER,
     STEPS,
     TORCH,
     check_fit,
@@ -75,7 +76,7 @@ def test_sharded_data_in_fit():
         np.testing.assert_array_equal(looped, seen[0])
         model = make_model()
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        model.compile(optimizer, "mse", jit_compile=False)
+        model.compile(optimizer, "mse", run_eagerly=EAGER, jit_compile=False)
         weights = np.linspace(0.5, 2.0, samples, dtype=np.float32)
         batches = hvd.shard((x, y, weights), BATCH)
         with exchanges() as count:
@@ -84,7 +85,7 @@ def test_sharded_data_in_fit():
         assert batches.position() == (2, 0)
         assert same_on_all_ranks(model.get_weights())
         expected = make_model()
-        expected.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        expected.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=EAGER, jit_compile=False)
         for epoch in range(2):
             for step in batches.sharding.global_batches(epoch):
                 expected.train_on_batch(x[step], y[step], sample_weight=weights[step])
@@ -157,7 +158,7 @@ def trained_on_unions(optimizer, sizes_of_steps):
     """Return the final weights of one process that takes each step on the rows of all ranks."""
     model, done = make_model(), 0
     x, y = data()
-    model.compile(optimizer=optimizer, loss="mse")
+    model.compile(optimizer, "mse", run_eagerly=EAGER, jit_compile=False)
     for sizes in sizes_of_steps:
         model.train_on_batch(x[done : done + sum(sizes)], y[done : done + sum(sizes)])
         done += sum(sizes)
@@ -224,7 +225,7 @@ def test_a_custom_training_step_in_fit():
     model.set_weights(make_model().get_weights())
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     x, y = np.concatenate(batches), np.concatenate(targets)
-    fit(model, optimizer, x, y, BATCH)
+    fit(model, optimizer, x, y, BATCH, graph=True)
     assert same_on_all_ranks(model.get_weights())
     assert close(model.get_weights(), expected)
 

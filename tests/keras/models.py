@@ -8,11 +8,11 @@ import keras
 import numpy as np
 
 import hvdlite.keras as hvd
-from hvdlite.keras._optimizer import distributed_part
 from tests.keras.measures import close, exchanges, same_on_all_ranks
 
 BATCH, STEPS = 4, 6
 TORCH = keras.backend.backend() == "torch"
+EAGER = not TORCH  # As PyTorch's steps are in any case.
 
 
 def data(scale=1.0):
@@ -40,9 +40,9 @@ def make_model(seed=1):
     return model
 
 
-def fit(model, optimizer, x, y, batch, jit_compile=False, eager=None, **options):
-    if eager is None:  # What is compared with is not traced, which takes longer than its steps.
-        eager = not TORCH and not jit_compile and distributed_part(optimizer) is None
+def fit(model, optimizer, x, y, batch, graph=False, jit_compile=False, **options):
+    """Train; `graph`: TensorFlow traces the step, which takes longer than all steps do without."""
+    eager = EAGER and not graph and not jit_compile
     model.compile(optimizer=optimizer, loss="mse", jit_compile=jit_compile, run_eagerly=eager)
     options = {"epochs": 1, "shuffle": False, "verbose": 0, **options}
     return model.fit(x, y, batch_size=batch, **options)

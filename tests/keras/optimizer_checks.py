@@ -24,8 +24,8 @@ from tests.keras.measures import (
 )
 from tests.keras.models import (
     BATCH,
+    EAGER,
     STEPS,
-    TORCH,
     check_fit,
     data,
     fit,
@@ -45,7 +45,7 @@ def test_fit_exchanges_in_every_step():
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert type(wrapped) is not type(make())
     assert type(wrapped).__name__ == "SGD"
-    check_fit(wrapped, reference(make()))
+    check_fit(wrapped, reference(make()), graph=True)
 
 
 def test_an_optimizer_may_be_named():
@@ -63,7 +63,7 @@ def test_train_on_batch():
     counted = memoryview(bytearray(8)).cast("q")
     x, y = data()
     expected, model = make_model(), make_model()
-    expected.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse", jit_compile=False)
+    expected.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=EAGER, jit_compile=False)
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss="mse")
     with exchanges() as count, pytest.MonkeyPatch.context() as patch:
         patch.setattr(status, "_steps", counted)
@@ -98,7 +98,10 @@ def test_keras_adds_up_and_one_exchange_is_made_for_an_update():
         return keras.optimizers.SGD(0.2, momentum=0.5, gradient_accumulation_steps=3, **options)
 
     for options in ({}, {"global_clipnorm": 0.1}, {"loss_scale_factor": 64.0}):
-        check_fit(hvd.DistributedOptimizer(make(**options)), reference(make(**options)), STEPS // 3)
+        expected = reference(make(**options))
+        check_fit(
+            hvd.DistributedOptimizer(make(**options)), expected, STEPS // 3, graph=not options
+        )
 
 
 def test_backward_passes_add_up():
@@ -109,7 +112,7 @@ def test_backward_passes_add_up():
     check_fit(wrapped, reference(average), STEPS // 2)
     total = keras.optimizers.SGD(0.2, gradient_accumulation_steps=2)
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
-    check_fit(wrapped, reference(total), STEPS // 2)
+    check_fit(wrapped, reference(total), STEPS // 2, graph=True)
 
 
 def test_backward_passes_of_a_built_optimizer():
@@ -187,7 +190,7 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
         check_fit(make(), plain)
         model, optimizer = make_model(), make()
         with exchanges() as count:
-            fit(model, optimizer, own(x), own(bad), BATCH)
+            fit(model, optimizer, own(x), own(bad), BATCH, graph=True)
         assert len(count) == STEPS
         assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 2.0**9
         assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == STEPS - 1
@@ -205,22 +208,20 @@ def test_steps_that_are_not_finite_are_left_out_on_all_ranks():
     x, y = data()
     bad = y.copy()
     bad[2 * BATCH * size + size - 1] = np.nan  # the last rank's, in the third step
-    for passes in (None, 2):
+    for passes, graph in ((None, True), (2, True), (2, False)):
         left_out = slice(2, 2 + (passes or 1))
         keep = np.delete(np.arange(len(x)).reshape(STEPS, -1), left_out, axis=0).ravel()
         expected = make_model()
         fit(expected, plain(passes), x[keep], y[keep], BATCH * size)
-        for eager in [True] if TORCH else [False, True]:
-            with not_finite("skip") as told:
-                model, optimizer = make_model(), hvd.DistributedOptimizer(plain(passes))
-                model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
-                model.fit(own(x), own(bad), batch_size=BATCH, shuffle=False, verbose=0)
-                assert same_on_all_ranks([v.numpy() for v in optimizer.variables])
-            assert close(model.get_weights(), expected.get_weights())
-            steps = STEPS // (passes or 1) - 1
-            assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == steps
-            assert len(told) == (rank == 0)
-            assert all(f"second/bias' on rank {size - 1} (1 of 1 elements" in t for t in told), told
+        with not_finite("skip") as told:
+            model, optimizer = make_model(), hvd.DistributedOptimizer(plain(passes))
+            fit(model, optimizer, own(x), own(bad), BATCH, graph)
+            assert same_on_all_ranks([v.numpy() for v in optimizer.variables])
+        assert close(model.get_weights(), expected.get_weights())
+        steps = STEPS // (passes or 1) - 1
+        assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == steps
+        assert len(told) == (rank == 0)
+        assert all(f"second/bias' on rank {size - 1} (1 of 1 elements" in t for t in told), told
 
 
 def test_mixed_precision_of_a_model():
@@ -261,7 +262,7 @@ def test_a_model_that_was_trained_before_its_optimizer_was_wrapped():
             x[: BATCH * STEPS],
             y[: BATCH * STEPS],
             BATCH,
-            eager=False,
+            graph=True,
         )
     optimizer = hvd.DistributedOptimizer(model.optimizer)
     assert optimizer.iterations.numpy() == STEPS
@@ -282,7 +283,7 @@ def test_local_layers_are_not_exchanged():
         )
         optimizer.register_local_var(model.layers[1].bias)
         rows = slice(0, BATCH * hvd.size())
-        fit(model, optimizer, own(x[rows]), own(y[rows]), BATCH)
+        fit(model, optimizer, own(x[rows]), own(y[rows]), BATCH, graph=scale)
         fit(alone, keras.optimizers.SGD(0.1), own(x[rows]), own(y[rows]), BATCH)
         whole = make_model()
         fit(whole, keras.optimizers.SGD(0.1), x[rows], y[rows], BATCH * hvd.size())

@@ -1,6 +1,8 @@
 """Test Keras 3 on TensorFlow only: graphs, XLA, sparse gradients, optimizers of TensorFlow 1."""
 
+import tempfile
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ import hvdlite.keras as hvd
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
 from hvdlite import common
+from tests import events
 from tests.keras.measures import check_several_steps, close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
@@ -47,18 +50,28 @@ def test_several_steps_in_one_execution_and_a_broadcast():
     check_several_steps(keras, hvd, make_optimizer, make_model, *map(own, data()))
 
 
-def test_eager_fit():
+def test_events_are_averages_and_of_one_writer():
+    """Keras writes them by TensorFlow on PyTorch, too."""
+    pytest.importorskip("tensorboard")
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
+    history = fit(
+        model,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        *map(own, data()),
+        BATCH,
+        epochs=2,
+        callbacks=[
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.summary_writer(folder, write_graph=False),
+        ],
     )
-    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-    x, y = map(own, data())
-    with exchanges() as count:
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    assert len(count) == STEPS // 2
-    expected = reference(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    assert close(model.get_weights(), expected)
+    losses = hvd.allgather_object(history.history["loss"])
+    assert losses == [losses[0]] * hvd.size()
+    hvd.barrier()
+    assert len(events.files(folder)) == 1
+    found = [loss for _, loss in events.scalars(folder)["epoch_loss"]]
+    assert found == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_embeddings():

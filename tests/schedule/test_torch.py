@@ -18,8 +18,6 @@ from tests.torch import test_replicas as replicas
 from tests.torch import test_training_patterns as patterns
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
-SEVERAL = ranks(2, 3)
-
 
 def make_model():
     torch.manual_seed(0)
@@ -143,7 +141,7 @@ def test_local_sgd_after_shared_steps_with_clipping(size):
     assert_as(model, simulation.models[hvd.rank()])
 
 
-@SEVERAL
+@ranks(2)
 def test_gradients_stay_local(size):
     hvd.init()
     model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=3))
@@ -158,7 +156,7 @@ def test_gradients_stay_local(size):
         assert own.grad is None or torch.equal(own.grad, expected.grad)
 
 
-@SEVERAL
+@ranks(2)
 def test_diloco(size):
     hvd.init()
     model, optimizer = wrapped(hvd.Schedule.DiLoCo(every=2), adam)
@@ -172,7 +170,7 @@ def test_diloco(size):
     assert_identical_on_all_ranks(model)
 
 
-@SEVERAL
+@ranks(2)
 @pytest.mark.parametrize("momentum", [False, True])
 def test_partial_synchronisation(size, momentum):
     hvd.init()
@@ -204,7 +202,7 @@ def test_momentum_that_only_one_rank_has_is_refused_everywhere():
         train(model, optimizer, 1)
 
 
-@SEVERAL
+@ranks(2)
 def test_outer_gradients_may_be_compressed(size):
     hvd.init()
     feedback = hvd.Compression.ErrorFeedback(hvd.Compression.fp16)
@@ -235,7 +233,7 @@ def test_accumulation_is_that_of_backward_passes():
     assert torch.equal(results[0][1], results[1][1])
 
 
-@SEVERAL
+@ranks(2)
 def test_weights_may_be_averaged_before_an_evaluation(size):
     hvd.init()
     model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=3))
@@ -249,7 +247,7 @@ def test_weights_may_be_averaged_before_an_evaluation(size):
     assert_as(model, simulation.models[hvd.rank()])
 
 
-@SEVERAL
+@ranks(2)
 def test_a_schedules_state_is_saved_and_loaded(size):
     hvd.init()
     for schedule in (hvd.Schedule.DiLoCo(every=3), hvd.Schedule.LocalSGD(every=2, start=2)):
@@ -363,7 +361,7 @@ def test_what_is_refused():
         scaler.step(optimizer)
 
 
-@SEVERAL
+@ranks(2)
 def test_ranks_with_different_schedules(size):
     hvd.init()
     for schedule, words in (

@@ -11,15 +11,13 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 
-BOTH = ranks(2, 3)
-
 
 def both_ways(function):
     """Return a function and its ``tf.function``."""
     return [function, tf.function(function)]
 
 
-@BOTH
+@ranks(2, 3)
 def test_alltoall(size):
     hvd.init()
     rank = hvd.rank()
@@ -37,7 +35,7 @@ def test_alltoall(size):
         ]
 
 
-@BOTH
+@ranks(2)
 def test_gradients_of_an_alltoall_go_back(size):
     hvd.init()
     rank = hvd.rank()
@@ -57,7 +55,7 @@ def test_gradients_of_an_alltoall_go_back(size):
         ]
 
 
-@BOTH
+@ranks(2, 3)
 def test_reducescatter_and_its_gradient(size):
     hvd.init()
     rank = hvd.rank()
@@ -80,7 +78,7 @@ def test_reducescatter_and_its_gradient(size):
     assert compressed.numpy().tolist() == [size]
 
 
-@BOTH
+@ranks(2)
 def test_groups(size):
     hvd.init()
     rank = hvd.rank()
@@ -100,7 +98,7 @@ def test_groups(size):
         assert [part.numpy().tolist() for part in scattered] == [[size], [size, size]]
 
 
-@BOTH
+@ranks(2)
 def test_gradients_through_groups(size):
     hvd.init()
     rank = hvd.rank()
@@ -122,7 +120,7 @@ def test_gradients_through_groups(size):
         assert third.numpy().tolist() == [r + 1.0 for r in range(size)]
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_gradient_of_a_function_with_integers_in_its_groups(size):
     hvd.init()
 
@@ -140,7 +138,7 @@ def test_a_gradient_of_a_function_with_integers_in_its_groups(size):
     assert tape.gradient(loss, first).numpy().tolist() == [size + 1.0 + 1.0] * 2
 
 
-@BOTH
+@ranks(2)
 def test_slices_in_a_group(size):
     hvd.init()
     slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([hvd.rank()]), tf.constant([size, 2]))
@@ -149,7 +147,7 @@ def test_slices_in_a_group(size):
     assert dense.numpy().tolist() == [size]
 
 
-@BOTH
+@ranks(2)
 def test_what_is_refused(size):
     hvd.init()
     for call in both_ways(lambda: hvd.alltoall(tf.ones(size), [size] * size)):
@@ -224,7 +222,7 @@ def test_process_sets():
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [3.0]
 
 
-@BOTH
+@ranks(2)
 def test_join(size):
     hvd.init()
     rank = hvd.rank()

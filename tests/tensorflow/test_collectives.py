@@ -31,7 +31,7 @@ DTYPES = [
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3)]
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_sum_of_every_dtype_and_shape(size, mode):
     hvd.init()
@@ -48,7 +48,7 @@ def test_sum_of_every_dtype_and_shape(size, mode):
         assert equal(tensor, np.full(tensor.shape, hvd.rank() + 1))
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_min_max_product_and_bool(size, mode):
     hvd.init()
@@ -67,7 +67,7 @@ def test_min_max_product_and_bool(size, mode):
     assert everywhere.numpy().tolist() == [size == 1, True, False]
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_average_is_the_default_and_factors_scale(size, mode):
     hvd.init()
@@ -93,7 +93,7 @@ def test_average_argument_is_deprecated(size):
         hvd.allreduce(tf.ones(2), average=True, op=hvd.Sum)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_compression_rounds_what_travels(size, mode):
     hvd.init()
@@ -109,7 +109,7 @@ def test_compression_rounds_what_travels(size, mode):
         hvd.allreduce(tensor, compression="fp16")
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 @each_mode
 def test_allgather_of_uneven_rows_and_scalars(size, mode):
     hvd.init()
@@ -124,7 +124,7 @@ def test_allgather_of_uneven_rows_and_scalars(size, mode):
     assert empty.dtype == tf.bfloat16
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_broadcast_from_every_root(size, mode):
     hvd.init()
@@ -154,7 +154,7 @@ def test_bad_arguments_are_refused_and_the_next_call_works(size, mode):
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_ranks_that_disagree_get_an_error_on_every_rank(size, mode):
     hvd.init()
@@ -181,7 +181,7 @@ def test_one_name_for_two_operations_on_their_way():
     assert all(equal(result, [1.0, 1.0]) for result in results)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_unnamed_operations_of_a_graph_run_in_the_order_of_the_program(size):
     hvd.init()
     tensors = [tf.fill([3], float(number)) for number in range(30)]
@@ -214,7 +214,7 @@ def test_gradients_of_a_function_run_in_one_order_on_all_ranks(size):
         assert [each.numpy().tolist() for each in found] == [[size * n] * 2 for n in range(8)]
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_functions_that_ranks_call_in_another_order_cross():
     """A graph's operation is compared by the line that made it, whatever thread runs it."""
     hvd.init()
@@ -285,7 +285,7 @@ def test_variables_arrays_and_numbers_are_taken():
     assert hvd.allreduce(3).dtype == tf.int32
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 @each_mode
 def test_gradients_flow_through_collectives(size, mode):
     hvd.init()
@@ -315,7 +315,7 @@ def test_gradients_flow_through_collectives(size, mode):
     assert close(of_broadcast, np.full(2, total / size if rank == 0 else 0.0))
 
 
-@ranks(1, 2)
+@ranks(2)
 @each_mode
 def test_max_has_no_gradient_and_says_so(size, mode):
     hvd.init()
@@ -331,7 +331,7 @@ def test_max_has_no_gradient_and_says_so(size, mode):
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_slices_are_gathered(size, mode):
     hvd.init()
@@ -360,7 +360,7 @@ def test_slices_are_gathered(size, mode):
             hvd.allreduce(slices, **refused)
 
 
-@ranks(1, 3)
+@ranks(2)
 @each_mode
 def test_rank_and_size_as_tensors_and_barrier(size, mode):
     hvd.init()

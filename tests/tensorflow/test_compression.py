@@ -42,7 +42,7 @@ def stepper(variable, mode, **options):
 
 
 @each_mode
-@ranks(1, 2)
+@ranks(2)
 def test_nothing_is_lost(mode):
     """Check this over several steps, each rank's checkpoint, and one that rank 0 saves for all."""
     new_world()
@@ -118,7 +118,7 @@ def test_what_does_not_last_cannot_be_remembered():
 
 
 @each_mode
-@ranks(1, 2)
+@ranks(2)
 def test_uneven_batches_give_the_gradient_of_their_union(mode):
     new_world()
     variable, size = tf.Variable(tf.zeros(SHAPE), name="w"), hvd.size()
@@ -168,7 +168,7 @@ def test_where_batch_size_has_no_meaning():
 
 
 @each_mode
-@ranks(1, 2)
+@ranks(2)
 def test_a_class_with_compress_and_decompress(mode):
     new_world()
     variable, size = tf.Variable(tf.zeros(SHAPE), name="w"), hvd.size()

@@ -39,7 +39,7 @@ ARGUMENT = (tf.errors.InvalidArgumentError, ValueError)
 INTERNAL = (hvd.HorovodInternalError, tf.errors.UnknownError)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_ranks_disagree(size, mode):
     hvd.init()
@@ -73,7 +73,7 @@ def test_ranks_disagree(size, mode):
         assert alive(size)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_bad_argument_of_one_rank(size, mode):
     """This rank gets its error at once; the others continue."""
@@ -99,7 +99,7 @@ def test_bad_argument_of_one_rank(size, mode):
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum, name="after").numpy() == [size]
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_name_that_is_on_its_way(size, mode):
     hvd.init()
@@ -116,7 +116,7 @@ def test_name_that_is_on_its_way(size, mode):
     assert alive(size)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_rank_that_is_gone(size, mode):
     hvd.init()

@@ -55,7 +55,7 @@ def values(variables):
     return [variable.numpy().tolist() for variable in variables]
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_variables_that_were_never_broadcast(mode):
     hvd.init()

@@ -73,7 +73,7 @@ def build(sparse_as_dense=False):
     return {"w": w, "b": b, "table": table}, (x, rows, y), (train, hvd.allreduce(loss), loss)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_training_equals_one_process(size, tmp_path):
     """Start with a hook, resume from rank 0's checkpoint; with one thread and with two."""
     hvd.init()
@@ -115,7 +115,7 @@ def test_sparse_gradients_as_dense_ones():
             assert close(running.run(weights[name]), expected, 1e-5), name
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_operations_that_nothing_orders(size):
     """They become ready in a different order on each rank, in a session with one thread."""
     hvd.init()

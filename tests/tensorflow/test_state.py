@@ -12,7 +12,7 @@ import hvdlite.tensorflow as hvd
 from tests.tensorflow.modes import each_mode, equal, in_mode
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_broadcast_of_nested_variables_of_every_dtype(size, mode):
     hvd.init()
@@ -30,7 +30,7 @@ def test_broadcast_of_nested_variables_of_every_dtype(size, mode):
             assert equal(variable, np.full(variable.shape, value))
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_broadcast_in_place(size, mode):
     hvd.init()
@@ -51,7 +51,7 @@ def test_broadcast_in_place(size, mode):
     assert equal(variables[0], [size - 1] * 2)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_objects_with_the_arguments_of_horovod(size):
     hvd.init()
     rank = hvd.rank()
@@ -60,7 +60,7 @@ def test_objects_with_the_arguments_of_horovod(size):
     assert hvd.allgather_object([rank], session=None, name="all") == [[n] for n in range(size)]
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_broadcast_of_a_keras_model_and_its_optimizer():
     hvd.init()
     keras.utils.set_random_seed(hvd.rank())
@@ -76,7 +76,7 @@ def test_broadcast_of_a_keras_model_and_its_optimizer():
         assert equal(variable, value)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_ranks_with_different_variables_get_an_error_on_every_rank(size, mode):
     hvd.init()
@@ -121,7 +121,7 @@ def test_model_that_is_not_built_is_reported():
     ]
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_checkpoint_of_variables_and_tensors(tmp_path):
     hvd.init()
     own = float(hvd.rank() + 1)
@@ -155,7 +155,7 @@ def test_checkpoint_of_variables_and_tensors(tmp_path):
         save_in_graph()
 
 
-@ranks(1, 3)
+@ranks(2)
 def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
     hvd.init()
     saved = hvd.checkpoint(tmp_path / "state.npz")

@@ -66,7 +66,7 @@ def make_layer(dtype="float64", **options):
     return layer
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2)
 @each_mode
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_the_same_as_one_process_with_all_batches(size, mode, axis):
@@ -100,7 +100,7 @@ def test_the_same_as_one_process_with_all_batches(size, mode, axis):
         assert close(layer.moving_variance, kept + expected.variance * (1 - kept), 1e-12)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_masked_elements_do_not_count(size, mode):
     hvd.init()
@@ -203,7 +203,7 @@ def test_inference_and_frozen_layers_exchange_nothing(mode):
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [2.0]
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_fit(size):
     """Sharded over the ranks, `fit` gives the layer the values of one process with all data."""
     hvd.init()
@@ -226,7 +226,7 @@ def test_fit(size):
         train(hvd.SyncBatchNormalization(), per_rank, 4, jit_compile=True)
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_ranks_with_different_channels_get_an_error_on_every_rank(size, mode):
     hvd.init()

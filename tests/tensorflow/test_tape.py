@@ -52,7 +52,7 @@ def alike(gradients, expected, tolerance=1e-6):
     return all(close(g, e, tolerance) for g, e in zip(flat, expected, strict=True))
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_small_and_large_gradients_side_by_side(mode):
     """Small neighbours travel as one tensor; empty, large and missing gradients lie between."""
@@ -79,7 +79,7 @@ def test_small_and_large_gradients_side_by_side(mode):
             assert each is None if n in without else close(each, mean * factor.numpy())
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 @each_mode
 def test_gradients_are_those_of_the_union_of_the_batches(mode):
     hvd.init()
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_union_of_the_batches(mode):
         assert alike(gradients, expected_gradients(variables, x, y))
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_sum_predivide_and_compression(size, mode):
     hvd.init()
@@ -195,7 +195,7 @@ def test_persistent_tape_and_second_derivatives(mode):
     assert (slope.numpy(), curvature.numpy()) == (1.5 * 12, 1.5 * 12)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_gradient_that_only_some_ranks_have_counts_as_zeros(size):
     hvd.init()
     variables = [tf.Variable([1.0, 2.0], name=name) for name in ("everywhere", "first", "nowhere")]
@@ -214,7 +214,7 @@ def test_gradient_that_only_some_ranks_have_counts_as_zeros(size):
     assert tape.gradient(loss, [nowhere, first]) == [None, None]
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_graph_refuses_a_gradient_that_only_some_ranks_have(size):
     hvd.init()
     everywhere, first = (tf.Variable([1.0, 2.0], name=name) for name in ("everywhere", "first"))
@@ -246,7 +246,7 @@ def test_graph_refuses_a_gradient_that_only_some_ranks_have(size):
     assert of_first is None
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 def test_gradients_of_one_step_are_not_those_of_the_next(mode):
     """TensorFlow continues to use the memory of arrays that it is given."""
@@ -294,7 +294,7 @@ def test_two_models_in_one_program(mode):
             assert alike(gradients, expected_gradients(models[number], x, y))
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_one_rank_may_trace_again(size):
     hvd.init()
     variables, (x, y) = make_variables(), batch()
@@ -342,7 +342,7 @@ def test_training_loop_inside_a_graph():
     assert equal(w, [0.5, 1.0])
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_ranks_with_different_variables_get_an_error_on_every_rank(size, mode):
     hvd.init()
@@ -398,7 +398,7 @@ def test_many_small_buckets_and_a_new_world(mode, monkeypatch):
         hvd.init()
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @each_mode
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients(size, mode, sparse_as_dense):
@@ -425,7 +425,7 @@ def test_sparse_gradients(size, mode, sparse_as_dense):
         assert equal(of_bias, [18.0, 18.0])
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 def test_slices_that_only_some_ranks_have(size, mode):
     hvd.init()
@@ -479,7 +479,7 @@ def test_local_sources_are_not_exchanged(size, mode, scale):
     assert equal(tf.convert_to_tensor(of_table), [[0.0], [own_gradient]])
 
 
-@ranks(2, 3)
+@ranks(2)
 @each_mode
 @pytest.mark.parametrize("scale", [True, False])
 def test_partial_tape_leaves_local_layers_to_their_rank(size, mode, scale):

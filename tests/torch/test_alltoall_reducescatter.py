@@ -9,11 +9,8 @@ import torch
 
 import hvdlite.torch as hvd
 
-ALL = ranks(1, 2, 3)
-SEVERAL = ranks(2, 3)
 
-
-@ALL
+@ranks(3)
 def test_gradients_of_an_alltoall_go_back(size):
     hvd.init()
     rank = hvd.rank()
@@ -28,7 +25,7 @@ def test_gradients_of_an_alltoall_go_back(size):
         assert own.grad[:, 1].tolist() == weights
 
 
-@ALL
+@ranks(2)
 def test_factors_and_compression_of_a_reducescatter(size):
     hvd.init()
     rank = hvd.rank()
@@ -41,7 +38,7 @@ def test_factors_and_compression_of_a_reducescatter(size):
     assert compressed.tolist() == [rank * size * (size + 1) / 2]
 
 
-@ALL
+@ranks(3)
 def test_gradients_of_a_reducescatter_are_gathered(size):
     hvd.init()
     rank = hvd.rank()
@@ -56,7 +53,7 @@ def test_gradients_of_a_reducescatter_are_gathered(size):
         hvd.reducescatter(own, op=hvd.Min).sum().backward()
 
 
-@ALL
+@ranks(2)
 def test_asynchronous_groups_and_operations_in_place(size):
     hvd.init()
     own = torch.full((size,), float(hvd.rank()))
@@ -72,7 +69,7 @@ def test_asynchronous_groups_and_operations_in_place(size):
     assert own.tolist() == [total + size - 1] * size
 
 
-@ALL
+@ranks(2)
 def test_gradients_through_groups(size):
     hvd.init()
     rank = hvd.rank()
@@ -92,7 +89,7 @@ def test_gradients_through_groups(size):
     assert third.grad.tolist() == [r + 1.0 for r in range(size)]
 
 
-@SEVERAL
+@ranks(2)
 def test_double_backward(size):
     hvd.init()
     for function in (
@@ -109,7 +106,7 @@ def test_double_backward(size):
         assert (second > 0).all()
 
 
-@SEVERAL
+@ranks(2)
 def test_what_is_refused(size):
     hvd.init()
     with pytest.raises(ValueError, match="needs one tensor at least"):
@@ -158,7 +155,7 @@ def test_process_sets():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist() == [3.0]
 
 
-@SEVERAL
+@ranks(3)
 def test_join(size):
     hvd.init()
     rank = hvd.rank()

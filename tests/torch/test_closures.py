@@ -47,7 +47,7 @@ def flat(model):
 
 
 @pytest.mark.slow
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_decides_alike_and_as_one_process_on_all_data(size, line_search):
     hvd.init()

@@ -35,7 +35,7 @@ DTYPES = [
 ]
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_average_is_the_default_and_scales(size):
     hvd.init()
     tensor = torch.full((5,), float(hvd.rank()))
@@ -44,7 +44,7 @@ def test_average_is_the_default_and_scales(size):
     assert torch.allclose(scaled, torch.full((5,), size * (size - 1) / 2))
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_asynchronous_operations_and_handles(size):
     hvd.init()
     handles = [
@@ -63,7 +63,7 @@ def test_asynchronous_operations_and_handles(size):
         hvd.synchronize(17)
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 def test_gradients_flow_through_collectives(size):
     hvd.init()
     rank = hvd.rank()
@@ -88,7 +88,7 @@ def test_gradients_flow_through_collectives(size):
     assert torch.allclose(y.grad, torch.full((2,), expected))
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_max_has_no_gradient_and_says_so():
     hvd.init()
     x = torch.ones(3, requires_grad=True)
@@ -108,7 +108,7 @@ def test_in_place_result_counts_as_a_change_for_autograd():
         z.sum().backward()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_compression_rounds_as_its_type(size):
     hvd.init()
     values = torch.linspace(-3, 3, 1001) + hvd.rank() * 0.1
@@ -132,7 +132,7 @@ def test_what_is_no_dense_tensor_is_refused_with_the_remedy():
         hvd.allreduce(torch.eye(3).to_sparse())
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_mismatch_is_raised_on_all_ranks_and_the_next_call_works(size):
     hvd.init()
     with pytest.raises(hvd.HorovodInternalError, match=r"'x'.*shape.*\(3,\) on ranks? 0"):
@@ -173,7 +173,7 @@ def reduce_in_place(tensor, **arguments):
     return hvd.synchronize(hvd.allreduce_async_(tensor, **arguments))
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_the_same_tensor_again_and_again(size):
     hvd.init()
     for dtype in DTYPES:
@@ -204,7 +204,7 @@ def test_a_tensor_that_is_not_in_shared_memory_is_looked_for_there_once(monkeypa
     assert (tensor == 4**4).all()
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_call_of_the_same_name_for_something_else(size):
     """The operation kept for the first must not be taken for it."""
     hvd.init()
@@ -444,7 +444,7 @@ def test_the_warning_of_average_points_at_the_line_that_gives_it():
             hvd.synchronize(result)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_predictions_of_types_that_numpy_lacks():
     hvd.init()
     rank, everyone = hvd.rank(), np.arange(float(hvd.size()))

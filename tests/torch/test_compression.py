@@ -119,7 +119,7 @@ class Training:
             assert_close(applied + hvd.allreduce(rest), self.total[name], tolerance)
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "compression",
@@ -309,7 +309,7 @@ class Halved:
 
 
 class TestOnesOwn:
-    @ranks(1, 2)
+    @ranks(2)
     def test_a_class_with_compress_and_decompress(self):
         new_world()
         parameters, optimizer = make(Halved)
@@ -381,7 +381,7 @@ def test_horovods_compression_classes():
     ],
     ids=str,
 )
-@ranks(2, 3, settings={"HVDLITE_FIRST_BUCKET_SIZE": "64"})  # c and b, then a
+@ranks(2, settings={"HVDLITE_FIRST_BUCKET_SIZE": "64"})  # c and b, then a
 def test_results_do_not_depend_on_the_order_in_which_gradients_arrive(compression):
     hvd.init()
     results = []

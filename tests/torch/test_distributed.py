@@ -57,7 +57,7 @@ def every(shape, dtype=torch.float32):
     return [own(shape, dtype, rank) for rank in range(dist.get_world_size())]
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 4)
 @grouped
 def test_all_reduce_of_every_dtype(size):
     for dtype in DTYPES:
@@ -67,7 +67,7 @@ def test_all_reduce_of_every_dtype(size):
             assert torch.equal(tensor, expected), (dtype, count)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @grouped
 def test_all_reduce_by_every_operation(size):
     operations = {
@@ -92,7 +92,7 @@ def test_all_reduce_by_every_operation(size):
     assert torch.equal(tensor, sum(every(5)) / 2)
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 @pytest.mark.parametrize("view", [None, torch.detach, torch.from_dlpack])
 def test_all_reduce_again_in_memory_that_only_some_ranks_share(size, view):
@@ -120,7 +120,7 @@ def test_a_tensor_that_other_processes_share_stays_where_they_see_it(size):
     assert (tensor == size**3).all()
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
     tensor = torch.ones(1 << 20)
@@ -129,7 +129,7 @@ def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
     assert (tensor == size**4).all()
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_tensors_whose_elements_do_not_lie_in_order(size):
     base = own((6, 4))
@@ -144,7 +144,7 @@ def test_tensors_whose_elements_do_not_lie_in_order(size):
     assert torch.equal(tensor, own((6, 4), rank=1).T)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @grouped
 def test_broadcast_and_reduce_from_and_to_every_rank(size):
     for root in range(size):
@@ -158,7 +158,7 @@ def test_broadcast_and_reduce_from_and_to_every_rank(size):
             assert torch.equal(tensor, expected)
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 @grouped
 def test_all_gather_and_reduce_scatter_even_and_uneven(size):
     rank = dist.get_rank()
@@ -178,7 +178,7 @@ def test_all_gather_and_reduce_scatter_even_and_uneven(size):
     assert part.tolist() == [size * (size - 1) // 2 + size * rank] * (rank + 1)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @grouped
 def test_all_to_all_gather_and_scatter(size):
     rank = dist.get_rank()
@@ -203,7 +203,7 @@ def test_all_to_all_gather_and_scatter(size):
         assert torch.equal(part, own(shape, rank=100 + rank))
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_objects(size):
     rank = dist.get_rank()
@@ -274,7 +274,7 @@ def test_a_message_that_is_not_what_was_expected_is_a_named_error(size):
     assert torch.equal(tensor, torch.ones(5))
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_work_futures_and_coalescing(size):
     tensors = [own(3), own(1 << 17)]
@@ -324,7 +324,7 @@ def test_functional_collectives_and_their_gradients(size):
     assert torch.equal(weights.grad, 2 * size * sum(every(3)))
 
 
-@ranks(3, 4)
+@ranks(4)
 @grouped
 def test_groups_that_their_members_alone_make(size):
     rank = dist.get_rank()
@@ -358,7 +358,7 @@ def test_a_group_of_gloo_beside_it(size):
         assert torch.equal(tensor, sum(every(3)))
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_disagreements_are_errors_on_all_ranks_and_calls_go_on(size):
     is_first = dist.get_rank() == 0
@@ -548,7 +548,7 @@ def alone():
     return weights_of(model)
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("overlap", "01")
 def test_ddp_trains_as_one_process(size, overlap, monkeypatch):
     monkeypatch.setenv("HVDLITE_OVERLAP", overlap)
@@ -625,7 +625,7 @@ def test_an_error_in_the_backward_pass_of_ddp_is_named(size):
     dist.barrier()
 
 
-@ranks(2, 3)
+@ranks(3)
 @grouped
 def test_fsdp_trains_as_one_process_and_its_checkpoint_loads(size, tmp_path):
     import torch.distributed.checkpoint as checkpoint
@@ -714,7 +714,7 @@ def test_compiled_ddp(size):
     torch.testing.assert_close(weights_of(model), alone())
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_sparse_gradients(size):
     embedding = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True))
@@ -739,7 +739,7 @@ COMPRESSIONS = {
 }
 
 
-@ranks(2, 3)
+@ranks(2)
 @grouped
 def test_hook_sends_what_the_optimizer_sends(size):
     for name, compression in COMPRESSIONS.items():

@@ -158,7 +158,7 @@ def test_another_order_is_noticed_and_learned():
         assert sum(training.c_hooks) == 0  # no longer worth while
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_gaps_that_come_and_go():
     with hurried() as training:
         training.step("first")

@@ -49,7 +49,7 @@ def check(parameters, total):
 
 # With overlap, the interrupted wait is that for the sparse gradient: the bucket has arrived then.
 @pytest.mark.parametrize("overlap", ["0", "1"])
-@ranks(2, 3)
+@ranks(2)
 def test_a_step_is_taken_up_again(overlap, monkeypatch):
     hvd.shutdown()
     monkeypatch.setenv("HVDLITE_OVERLAP", overlap)

@@ -146,7 +146,7 @@ def exported(by):
     return make
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize(("numel", "large"), [(40, False), (40, True), (600_000, True)])
 def test_averages_are_written_where_others_look(monkeypatch, numel, large):
     """The user's memory, which gradients are views of, or which is a view of them."""
@@ -211,7 +211,7 @@ def places_of_small(steps, keep=lambda parameters: None):
     return places
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_small_gradients_become_their_averages_without_a_copy_in_the_same_memory():
     hvd.init()
     places = places_of_small(6)
@@ -304,7 +304,7 @@ def check_whole_copies(monkeypatch, **options):
     assert not lent
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_gradients_with_weights(monkeypatch):
     """Ranks that have no samples at all, too: what they have lent is not a number."""
     lent = lend_all(monkeypatch)
@@ -431,7 +431,7 @@ def test_zero_copy_parts_are_released_when_gradients_are_zeroed(monkeypatch):
 
 
 @pytest.mark.slow
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none, large):
@@ -578,7 +578,7 @@ def test_a_model_outlives_its_optimizer():
     assert torch.equal(weights(model), weights(reference))
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_storages_can_be_resized_after_every_collective(size):
     """FSDP frees parameters in this way, and ``Tensor.numpy()`` would prevent it."""
     hvd.init()

@@ -16,8 +16,6 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import NotFiniteError
 
-ALL = ranks(1, 2, 3)
-
 
 def not_finite(value):
     """Run a test with a value of HVDLITE_NOT_FINITE, in a world of its own."""
@@ -62,7 +60,7 @@ def weights(model):
     return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
 
 
-@ALL
+@ranks(3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @not_finite("raise")
 def test_all_ranks_raise_and_name_the_ranks(bad):
@@ -80,7 +78,7 @@ def test_all_ranks_raise_and_name_the_ranks(bad):
     assert np.isfinite(weights(model)).all()
 
 
-@ALL
+@ranks(2)
 @not_finite("skip")
 def test_skipped_steps_change_nothing():
     told = []
@@ -103,7 +101,7 @@ def test_skipped_steps_change_nothing():
     assert len(told) == (2 if hvd.rank() == 0 else 0)
 
 
-@ALL
+@ranks(2)
 @not_finite("raise")
 def test_an_average_that_overflows_names_no_rank():
     layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.float32)
@@ -119,7 +117,7 @@ def test_an_average_that_overflows_names_no_rank():
         optimizer.step()
 
 
-@ALL
+@ranks(2)
 @not_finite("pass")
 def test_by_default_they_are_passed_on():
     model, optimizer = make()
@@ -127,7 +125,7 @@ def test_by_default_they_are_passed_on():
     assert np.isnan(weights(model)).any()
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("width", [2, 1000])  # from 1 MiB on without a copy of a part
 @not_finite("pass")
 def test_a_planted_gradient_reaches_all_ranks(width):
@@ -151,7 +149,7 @@ def test_a_planted_gradient_reaches_all_ranks(width):
         rehearsal.plant({}, hvd.rank(), hvd.size())
 
 
-@ranks(2, 3)
+@ranks(2)
 @not_finite("raise")
 def test_beside_a_rank_that_has_joined():
     model, optimizer = make()
@@ -167,7 +165,7 @@ def test_beside_a_rank_that_has_joined():
     hvd.join()
 
 
-@ALL
+@ranks(2)
 @not_finite("raise")
 def test_large_gradients_exchanged_without_a_copy():
     layer = torch.nn.Linear(1000, 1000)

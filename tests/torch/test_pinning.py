@@ -11,7 +11,7 @@ import torch
 import hvdlite.torch as hvd
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_a_rank_without_an_accelerator_gets_its_share_of_the_cores(size, monkeypatch):
     hvd.init()
     if torch.cuda.is_available():

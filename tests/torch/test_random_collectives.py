@@ -98,7 +98,7 @@ class OfTensors:
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-@ranks(1, 2, 3)
+@ranks(2, 3)
 def test_operations_on_tensors_of_every_kind(monkeypatch):
     monkeypatch.setattr(operations, "hvd", OfTensors())
     operations.run(400)

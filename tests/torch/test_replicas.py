@@ -54,7 +54,7 @@ def last_rank():
     return hvd.rank() == hvd.size() - 1
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_weights_that_were_never_broadcast():
     hvd.init()
     model = make_model(seed=hvd.rank())
@@ -127,7 +127,7 @@ def test_another_optimizer(make, told):
     assert "make the same optimizer, with the same arguments, on all ranks" in message
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -145,7 +145,7 @@ def test_the_state_of_another_optimizer_is_not_broadcast(make, told):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_a_broadcast_after_the_first_step_is_early_enough():
     hvd.init()
     model = make_model(seed=hvd.rank())
@@ -240,7 +240,7 @@ def test_settings(monkeypatch):
         hvd.init()
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_rank_that_has_joined_is_compared_when_it_is_back():
     hvd.init()
     model = make_model()
@@ -297,7 +297,7 @@ def adam_of_a_tensor(model):
     return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize(
     ("make", "part", "told", "cause"),
     [

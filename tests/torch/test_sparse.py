@@ -27,7 +27,7 @@ def dense_sum(size, **options):
     return sum(entries(rank, **options).to_dense().double() for rank in range(size))
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_sums_and_averages(size):
     hvd.init()
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -42,7 +42,7 @@ def test_sums_and_averages(size):
             assert reduced._nnz() == (dense_sum(size).sum(1) != 0).sum()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_whole_numbers_are_cut_towards_zero(size):
     hvd.init()
     mine = torch.tensor([0, 0, -1 - hvd.rank()], dtype=torch.int32).to_sparse()
@@ -54,7 +54,7 @@ def test_whole_numbers_are_cut_towards_zero(size):
         assert torch.equal(average.to_dense(), largest.to_dense())
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_numbers_of_entries_differ_and_axes_are_many(size):
     hvd.init()
     dense = torch.zeros(3, 4, 5)
@@ -77,7 +77,7 @@ def test_several_are_on_their_way_at_once():
         assert torch.equal(wait().to_dense(), expected)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_what_cannot_be_reduced_is_refused_at_once():
     hvd.init()
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
@@ -92,7 +92,7 @@ def test_what_cannot_be_reduced_is_refused_at_once():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_ranks_that_disagree_get_an_error_on_all(size):
     hvd.init()
     last = hvd.rank() == size - 1
@@ -181,7 +181,7 @@ def dense_and_sparse():
     return table, step
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
 def test_sparse_here_and_dense_there_is_an_error_on_all_ranks(size, steps_before):
     hvd.init()
@@ -198,7 +198,7 @@ def test_sparse_here_and_dense_there_is_an_error_on_all_ranks(size, steps_before
     assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_dense_on_all_ranks_after_sparse_ones(size):
     hvd.init()
     table, step = dense_and_sparse()
@@ -211,7 +211,7 @@ def test_dense_on_all_ranks_after_sparse_ones(size):
     assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_a_dense_gradient_after_a_sparse_one_is_laid_out_as_its_parameter_on_all_ranks(size):
     hvd.init()
     table = torch.nn.Parameter(torch.zeros(COLUMNS, ROWS).t())
@@ -289,7 +289,7 @@ def test_a_sparse_gradient_beside_a_rank_that_has_joined():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # in Adagrad
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
 def test_as_a_dense_one_it_has_the_same_form_on_all_ranks_afterwards(size, kind):
     """Optimizers round sparse averages otherwise, and some take one form only."""

@@ -29,7 +29,7 @@ def make_model(seed):
     )
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_broadcast_parameters_in_every_form(size):
     hvd.init()
     root = size - 1
@@ -104,7 +104,7 @@ def test_broadcast_parameters_refuses_extra_state_and_says_what_to_do():
     hvd.broadcast_parameters(torch.nn.Sequential(Counted(None)), root_rank=0)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_broadcast_parameters_of_different_models(size):
     hvd.init()
     model = torch.nn.Linear(4 + (hvd.rank() == 1), 3)
@@ -129,7 +129,7 @@ OPTIMIZERS = {
 }
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_broadcast_optimizer_state_of_every_optimizer():
     """Rank 0 has trained, the others have not: they go on as rank 0 does."""
     hvd.init()
@@ -236,7 +236,7 @@ def check_that_dicts_are_kept(load, is_around):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@ranks(2, 3)
+@ranks(2)
 def test_the_state_of_an_optimizer_keeps_its_dtype(dtype):
     hvd.init()
     check_that_dtypes_are_kept(by_broadcast, dtype)
@@ -255,7 +255,7 @@ def check_that_dtypes_are_kept(load, dtype, clears=True):
     assert state["exp_avg"].dtype == dtype
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_checkpoint_holds_tensors(tmp_path):
     hvd.init()
     torch.manual_seed(hvd.rank())
@@ -279,7 +279,7 @@ def test_checkpoint_holds_tensors(tmp_path):
     assert same_everywhere(weights_of_bfloat16(fresh))
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("name", ["state.pt", "state.npz", "state.safetensors"])
 def test_a_thread_writes_a_checkpoint_and_a_damaged_one_is_replaced(tmp_path, name):
     hvd.init()
@@ -297,7 +297,7 @@ def test_a_thread_writes_a_checkpoint_and_a_damaged_one_is_replaced(tmp_path, na
     assert torch.equal(saved.load()["w"], torch.full((500,), 1.0))
 
 
-@ranks(1, 3)
+@ranks(2)
 def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
     hvd.init()
     saved = hvd.checkpoint(tmp_path / "state")
@@ -333,7 +333,7 @@ def assert_same_state(found, expected):
     assert found["epoch"] == expected["epoch"]
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_checkpoints_that_torch_load_reads_and_torch_save_writes(tmp_path):
     hvd.init()
     state = trained()
@@ -350,7 +350,7 @@ def test_checkpoints_that_torch_load_reads_and_torch_save_writes(tmp_path):
         assert_same_state(hvd.checkpoint(tmp_path / name).load(), state)
 
 
-@ranks(1, 3)
+@ranks(2)
 def test_checkpoints_that_safetensors_reads_and_writes(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     hvd.init()
@@ -367,7 +367,7 @@ def test_checkpoints_that_safetensors_reads_and_writes(tmp_path):
     torch.testing.assert_close(saved.load(), dict(state["model"]), rtol=0, atol=0)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_file_of_torch_that_is_damaged_is_an_error_on_all_ranks(tmp_path):
     hvd.init()
     saved = hvd.checkpoint(tmp_path / "model.pt")
@@ -405,7 +405,7 @@ def test_a_file_of_torch_without_room_is_an_error_on_all_ranks(tmp_path, blockin
     assert saved.load()["w"].tolist() == [0, 0, 0]
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_what_files_of_torch_cannot_hold_is_an_error_on_all_ranks(tmp_path):
     hvd.init()
     saved = hvd.checkpoint(tmp_path / "model.pt")
@@ -436,7 +436,7 @@ def weights_of_bfloat16(model):
     return [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_shard_sampler_deals_every_sample_once(size):
     hvd.init()
     for samples in (size, 17, 64, 101):
@@ -458,7 +458,7 @@ def test_shard_sampler_deals_every_sample_once(size):
         assert [batch.tolist() for batch in loader] == epochs[0][hvd.rank()]
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone(size):
     hvd.init()
     for num_workers in (0, 1):
@@ -475,7 +475,7 @@ def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone(size):
             assert sorted(everyone.tolist()) == list(range(24 * size))
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_evaluation_with_fewer_samples_than_ranks(size):
     hvd.init()
     with pytest.raises(ValueError, match="allow_empty=True"):
@@ -489,7 +489,7 @@ def test_evaluation_with_fewer_samples_than_ranks(size):
     assert sampler.sharding == hvd.Sharding(1, 4, shuffle=False, allow_empty=True)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sampler_goes_on_in_the_middle_of_an_epoch(size, num_workers):
     """Each rank count goes on where 4 ranks stopped, in the same epoch and in the next one."""

@@ -25,7 +25,7 @@ class Lines(IterableDataset):
         yield from ((torch.full((2,), float(n)), n) for n in range(self.count))
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_every_sample_once_with_workers():
     hvd.init()
     for samples, workers in ((hvd.size() * 6 + 1, 0), (23, 2)):

@@ -48,7 +48,7 @@ def sync_layer(plain, **options):
     return layer
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 @pytest.mark.parametrize("shape", [(), (4,), (3, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -94,7 +94,7 @@ def test_alone_it_is_torchs_to_the_bit():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("half_weights", [False, True])
 def test_narrow_types_have_statistics_in_float32(size, dtype, half_weights):
@@ -122,7 +122,7 @@ def test_narrow_types_have_statistics_in_float32(size, dtype, half_weights):
     assert_close(layer.running_var.double(), plain.running_var, 1e-5)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_variance_of_values_far_from_zero(size):
     """A difference of sums of squares would have no digit of it right."""
     hvd.init()
@@ -132,7 +132,7 @@ def test_variance_of_values_far_from_zero(size):
     assert_close(layer.running_var, values.double().var(0).float(), 1e-6)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_an_empty_batch_on_one_rank_or_on_all(size):
     hvd.init()
     last = size - 1
@@ -153,7 +153,7 @@ def test_an_empty_batch_on_one_rank_or_on_all(size):
     assert torch.equal(layer.running_mean, before)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2)
 def test_one_value_per_channel_is_refused_on_all_ranks(size):
     hvd.init()
     layer = hvd.SyncBatchNorm(CHANNELS)
@@ -201,7 +201,7 @@ def small_network():
     ).double()
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 def test_a_converted_network_trains_like_one_process(size):
     hvd.init()
     reference = small_network()

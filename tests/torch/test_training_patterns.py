@@ -67,7 +67,7 @@ def check_alike(train, *models_of, tolerance=1e-11):
         assert_identical_on_all_ranks(model)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_two_networks_that_train_against_each_other():
     """A GAN: the generator's pass leaves gradients in the critic, which are thrown away."""
 
@@ -170,7 +170,7 @@ def averaged(model, x):
     return loss if len(x) == SAMPLES else hvd.allreduce(loss, op=hvd.Average) * 1.0
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     ("make", "loss_of"),
@@ -357,7 +357,7 @@ def test_a_hook_that_drops_the_gradient_is_noticed(width, before, good_steps):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == 2
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.parametrize("converted_after", [0, 1, 4])
 def test_a_model_that_is_converted_after_wrapping(converted_after):
     hvd.init()
@@ -464,7 +464,7 @@ class Float32Gradient(torch.autograd.Function):
         return gradient * context.x, None
 
 
-@ranks(2, 3)
+@ranks(2)
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="it came with torch 2.10")
 @pytest.mark.parametrize("numel", [3, 2**19])
 def test_gradients_of_another_dtype_than_their_weight(numel, size):

@@ -18,7 +18,6 @@ import hvdlite.tensorflow as hvd
 import hvdlite.tensorflow.keras
 
 SIZE = 5
-ALL = ranks(1, 3)
 
 
 @contextlib.contextmanager
@@ -57,7 +56,7 @@ def gradients_of(model, x):
     return tape.gradient(loss, model.trainable_variables)
 
 
-@ALL
+@ranks(1, 2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_are_those_of_all_samples(compiled):
     with virtual():
@@ -82,7 +81,7 @@ def test_weights_are_those_of_all_samples(compiled):
         np.testing.assert_allclose(model.weights[1].numpy(), bias - gradient.sum(0), rtol=1e-5)
 
 
-@ALL
+@ranks(2)
 def test_fit():
     with virtual():
         model = make_model(keras.layers.BatchNormalization(momentum=0.5))
@@ -95,7 +94,7 @@ def test_fit():
         assert len({each.tobytes() for each in hvd.allgather_object(mean.numpy())}) == 1
 
 
-@ALL
+@ranks(2)
 def test_moving_averages_are_those_of_all_parts():
     with virtual():
         layer = keras.layers.BatchNormalization(momentum=0.5)
@@ -108,7 +107,7 @@ def test_moving_averages_are_those_of_all_parts():
         np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("mode", ["eager", "compiled", "fit"])
 def test_what_a_model_has_when_a_step_begins_counts(mode):
     """Weights that are loaded, and forward passes outside of steps, before and between steps."""
@@ -141,7 +140,7 @@ def test_what_a_model_has_when_a_step_begins_counts(mode):
             np.testing.assert_array_equal(frozen.kernel.numpy(), np.eye(3) * (number + 2))
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("broadcast", ["callback", "call"])
 def test_random_layers_after_a_broadcast(broadcast):
     """The masks are those of the virtual rank and the step, whatever has been drawn before."""
@@ -163,7 +162,7 @@ def test_random_layers_after_a_broadcast(broadcast):
         np.testing.assert_array_equal(found, expected)
 
 
-@ALL
+@ranks(2)
 def test_buffers_that_differ_between_processes_are_found():
     with virtual():
         layer = keras.layers.BatchNormalization()
@@ -223,7 +222,7 @@ def apply(optimizer, model):
     optimizer.apply(gradients_of(model, tf.constant(data())), model.trainable_variables)
 
 
-@ALL
+@ranks(2)
 def test_state_goes_on():
     with virtual():
         model = make_model()
@@ -252,7 +251,7 @@ def apply_to_all(optimizer, model):
         apply_to(optimizer, model, x)
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_that_is_not_finite_is_left_out(compiled):
     with virtual(HVDLITE_NOT_FINITE="skip"):

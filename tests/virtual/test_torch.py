@@ -21,7 +21,6 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import GradientError, MismatchError, NotFiniteError
 
-ALL = ranks(1, 3)
 EVERY = ranks(1, 2, 3, 4)
 SIZE = 5
 FEATURES = 3
@@ -172,7 +171,7 @@ def test_weights_are_the_bits_of_one_process(base):
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@ALL
+@ranks(2)
 def test_batch_sizes_weight_as_one_process_would():
     x = data(23)
     with virtual():
@@ -194,7 +193,7 @@ def test_batch_sizes_weight_as_one_process_would():
         )
 
 
-@ALL
+@ranks(2)
 def test_clipping_scheduling_and_synchronizing():
     with virtual():
         model = make_model()
@@ -244,7 +243,7 @@ def test_sum_average_and_gradients_that_are_missing(op, factor):
         assert model[2].weight.grad is None
 
 
-@ALL
+@ranks(2)
 def test_a_sampler_of_torch():
     x = torch.from_numpy(data())
     with virtual():
@@ -267,7 +266,7 @@ def test_a_sampler_of_torch():
         np.testing.assert_array_equal(state(model)["4.weight"], expected["4.weight"])
 
 
-@ALL
+@ranks(2)
 def test_evaluation_takes_the_parts_of_this_process():
     with virtual():
         own = [len(x) for x in hvd.shard(data(), batch_size=4, shuffle=False)]
@@ -275,7 +274,7 @@ def test_evaluation_takes_the_parts_of_this_process():
         assert parts.current.done == []
 
 
-@ALL
+@ranks(2)
 def test_state_goes_on_with_another_number_of_virtual_ranks_per_process():
     options = {"compression": hvd.Compression.PowerSGD(1)}
     with virtual():
@@ -299,7 +298,7 @@ def test_state_goes_on_with_another_number_of_virtual_ranks_per_process():
         assert digest(model) == expected
 
 
-@ALL
+@ranks(2)
 def test_the_number_of_virtual_ranks():
     with virtual():
         processes = hvd.size()
@@ -317,7 +316,7 @@ def test_the_number_of_virtual_ranks():
     assert (hvd.virtual_rank(), hvd.virtual_size()) == (hvd.rank(), hvd.size())
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -333,7 +332,7 @@ def test_what_virtual_ranks_cannot_do_is_refused(options, named):
         wrap(make_model(), **options)
 
 
-@ALL
+@ranks(2)
 def test_closures_and_scalers_are_refused():
     with virtual():
         model = make_model()
@@ -358,7 +357,7 @@ def test_closures_and_scalers_are_refused():
         assert train(model, optimizer) == 4
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_data_of_another_virtual_rank_are_noticed():
     with virtual():
         model = make_model()
@@ -372,7 +371,7 @@ def test_data_of_another_virtual_rank_are_noticed():
             optimizer.step()
 
 
-@ALL
+@ranks(2)
 def test_an_iteration_of_a_sampler_in_the_middle_of_a_step():
     with virtual():
         model = make_model()
@@ -388,7 +387,7 @@ def test_an_iteration_of_a_sampler_in_the_middle_of_a_step():
                 next(iter(sampler))
 
 
-@ALL
+@ranks(2)
 def test_sparse_gradients():
     with virtual():
         model = torch.nn.Embedding(4, 2, sparse=True)
@@ -417,7 +416,7 @@ def test_sparse_gradients():
         np.testing.assert_allclose(change, [[0, 0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], rtol=1e-5)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_weights_that_were_not_broadcast_are_noticed():
     with virtual():
         torch.manual_seed(hvd.rank())
@@ -428,7 +427,7 @@ def test_weights_that_were_not_broadcast_are_noticed():
         assert float(hvd.allreduce(torch.ones(()))) == 1.0
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_different_optimizers_are_noticed():
     with virtual():
         optimizer = wrap(torch.nn.Linear(FEATURES, 2 + (hvd.rank() == 1)))
@@ -441,7 +440,7 @@ def test_different_optimizers_are_noticed():
         assert parts.current.done == []
 
 
-@ALL
+@ranks(2)
 def test_batch_sizes_of_some_only():
     with virtual():
         model = make_model()
@@ -458,7 +457,7 @@ def test_batch_sizes_of_some_only():
         train(model, optimizer)
 
 
-@ALL
+@ranks(2)
 def test_a_batch_size_that_is_refused_ends_no_part():
     with virtual():
         model = make_model()
@@ -471,7 +470,7 @@ def test_a_batch_size_that_is_refused_ends_no_part():
         assert parts.current.step == 2
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("reaction", ["raise", "skip"])
 def test_gradients_that_are_not_finite(reaction):
     with virtual(HVDLITE_NOT_FINITE=reaction):
@@ -509,7 +508,7 @@ def test_a_planted_gradient():
             rehearsal.plant({}, hvd.rank(), hvd.size())
 
 
-@ALL
+@ranks(2)
 def test_initializing_again_begins_anew():
     with virtual():
         model = make_model()
@@ -526,7 +525,7 @@ def test_initializing_again_begins_anew():
             train(model, optimizer)
 
 
-@ALL
+@ranks(2)
 def test_what_exchanges_in_the_forward_pass_is_refused():
     with virtual():
         layer = hvd.SyncBatchNorm(3)
@@ -537,7 +536,7 @@ def test_what_exchanges_in_the_forward_pass_is_refused():
             hvd.elastic.ElasticSampler([1, 2])
 
 
-@ranks(1, 3)
+@ranks(2)
 def test_a_frozen_batch_normalization_stays():
     with virtual():
         model = make_model().eval()
@@ -548,7 +547,7 @@ def test_a_frozen_batch_normalization_stays():
         assert (state(model)["0.weight"] != before["0.weight"]).all()
 
 
-@ALL
+@ranks(2)
 def test_commits_within_a_step_do_nothing():
     with virtual():
         model = make_model()
@@ -561,7 +560,7 @@ def test_commits_within_a_step_do_nothing():
         assert kept.commits == 2
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_data_loaders_with_workers():
     x = torch.from_numpy(data())
     with virtual():
@@ -578,7 +577,7 @@ def test_data_loaders_with_workers():
         np.testing.assert_array_equal(state(model)["4.weight"], expected["4.weight"])
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_rate_that_changes_within_a_step():
     with virtual():
         model = make_model()
@@ -591,7 +590,7 @@ def test_a_rate_that_changes_within_a_step():
             take_part(optimizer, lambda rank: None)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_two_optimizers_in_turns_are_noticed():
     with virtual():
         first, second = make_model(), make_model()
@@ -601,7 +600,7 @@ def test_two_optimizers_in_turns_are_noticed():
             take_part(optimizers[1], lambda rank: None)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_one_optimizer_after_the_other():
     with virtual():
         for _ in range(2):
@@ -609,7 +608,7 @@ def test_one_optimizer_after_the_other():
             assert train(model, wrap(model), epochs=1) == 2
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_state_of_another_number_of_virtual_ranks():
     with virtual():
         model = make_model()
@@ -715,7 +714,7 @@ def test_a_forward_pass_between_steps_counts_once():
             assert float(hvd.allreduce(torch.ones(()))) == 1.0
 
 
-@ranks(1, 3)
+@ranks(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_forward_pass_between_epochs_of_a_loader(workers):
     x = torch.arange(4.0 * SIZE).reshape(-1, 1).expand(-1, SIZE)
@@ -732,7 +731,7 @@ def test_a_forward_pass_between_epochs_of_a_loader(workers):
         assert parts.current.step == 4
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_forward_pass_in_the_middle_of_a_step():
     with virtual():
         model, optimizer = remembering()
@@ -756,7 +755,7 @@ def test_a_forward_pass_in_the_middle_of_a_step():
                 take_part(optimizer, lambda rank: None)
 
 
-@ALL
+@ranks(2)
 def test_modules_with_buffers_have_to_be_in_model():
     with virtual():
         body, head = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
@@ -774,7 +773,7 @@ def test_modules_with_buffers_have_to_be_in_model():
             take_step(optimizer, lambda rank: whole)
 
 
-@ALL
+@ranks(2)
 def test_data_have_to_be_asked_for():
     with virtual(), logged() as messages:
         optimizer = wrap(make_model())
@@ -796,7 +795,7 @@ def test_data_have_to_be_asked_for():
             optimizer.step()
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("workers", [None, 0, 2])
 def test_gradients_accumulated_by_hand(workers):
     with virtual():
@@ -839,7 +838,7 @@ def freeze(optimizer, scheduler):
     optimizer.param_groups[0]["params"][0].requires_grad_(False)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -864,7 +863,7 @@ def test_what_changes_in_the_middle_of_a_step(change, named):
             take_part(optimizer, lambda rank: None)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_seeds_and_threads_have_to_be_the_same():
     for differ, named in (
         (lambda: hvd.seed(hvd.rank()), "the seed of hvd.seed is 0 on rank 0, 1 on rank 1"),
@@ -878,7 +877,7 @@ def test_seeds_and_threads_have_to_be_the_same():
             assert float(hvd.allreduce(torch.ones(()))) == 1.0
 
 
-@ALL
+@ranks(2)
 @pytest.mark.parametrize("workers", [None, 0, 2])
 def test_positions_count_steps(workers):
     x = torch.ones(8 * SIZE, 3)
@@ -903,7 +902,7 @@ def test_positions_count_steps(workers):
             hvd.Sharding(8 * SIZE, 2).position(0, 3)
 
 
-@ALL
+@ranks(2)
 def test_an_evaluation_before_a_loop_of_ones_own():
     with virtual():
         optimizer = wrap(make_model())
@@ -925,7 +924,7 @@ class Forgetful(torch.nn.Linear):
         return super().forward(x)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_state_that_depends_on_the_process(monkeypatch):
     generator = torch.Generator()
     main = sys.modules["__main__"]

@@ -167,8 +167,9 @@ class TestTraining:
             ("tensorflow", "mlp", ["alone", "hvdlite", "mpi"]),
         ],
     )
-    def test_steps(self, capsys, framework, model, contenders):
+    def test_steps(self, capsys, monkeypatch, framework, model, contenders):
         pytest.importorskip(framework)
+        monkeypatch.setattr(bench, "_RANKS", "tests.tools.cli.small_{}_ranks:measure")
         words = ("--models", model, "--framework", framework, "--rounds", "2", "--json")
         assert main(["bench", "training", *words]) == 0
         document = json.loads(capsys.readouterr().out)

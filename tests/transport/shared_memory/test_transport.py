@@ -83,7 +83,7 @@ class TestPromises:
             check(made)
 
     @pytest.mark.slow
-    @ranks(2, 3)
+    @ranks(3)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
         """Data must not be overwritten before it has read them, whichever call wrote them."""
@@ -102,11 +102,10 @@ class TestPromises:
         with transport(chunk=301) as made:
             random = np.random.default_rng(made.rank)
             check(made)
-            if made.size > 2:
-                monkeypatch.setattr(shared_memory, "_SMALL", 0)
-                check(made)
+            monkeypatch.setattr(shared_memory, "_SMALL", 0)
+            check(made)
 
-    @ranks(2, 3)
+    @ranks(2)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_with_tiny_chunks(self, check, monkeypatch):
         with transport(chunk=67) as made:
@@ -124,7 +123,7 @@ class TestPromises:
             check(made)
 
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
-    @pytest.mark.parametrize("size", [1, 2, 4])
+    @pytest.mark.parametrize("size", [1, 4])
     def test_all_among_threads(self, check, size):
         on_all_ranks(check, threads(size))
 
@@ -132,11 +131,10 @@ class TestPromises:
     def test_every_reduction_of_every_dtype_is_right_and_repeatable(self):
         with transport() as made:
             first = checks.reductions(made, SIZES)
-            assert checks.reductions(made, SIZES) == first
         with transport() as made:
             assert checks.reductions(made, SIZES) == first
 
-    @ranks(2, 3, 4)
+    @ranks(3)
     @pytest.mark.parametrize("chunk", [64, 1001])
     def test_the_bits_do_not_depend_on_chunks(self, chunk):
         sizes = (1, 7, 333)
@@ -145,19 +143,19 @@ class TestPromises:
             made.chunk = chunk
             assert checks.reductions(made, sizes) == whole
 
-    @ranks(2, 3, 4)
+    @ranks(3)
     def test_the_bits_do_not_depend_on_slices(self, monkeypatch):
         with transport() as made:
             whole = checks.reductions(made, SIZES)
             always_in_slices(monkeypatch)
             assert checks.reductions(made, SIZES) == whole
 
-    @ranks(2, 3, 4)
+    @ranks(2, 4)
     def test_large_reductions_are_right_and_repeatable(self):
         with transport() as made:
             assert checks.large_reductions(made) == checks.large_reductions(made)
 
-    @ranks(2, 3, 4)
+    @ranks(2, 3)
     @pytest.mark.parametrize("sliced", [False, True])
     @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool"])
     def test_results_may_lie_on_their_inputs(self, dtype, sliced, monkeypatch):
@@ -183,10 +181,9 @@ class TestPromises:
 
 
 class TestPlaces:
-    @ranks(2, 3, 4)
-    @pytest.mark.parametrize("chunk", [64, 2**20])
-    def test_wherever_arrays_lie_the_bits_are_the_same(self, chunk):
-        with transport(chunk) as made:
+    @ranks(2, 4)
+    def test_wherever_arrays_lie_the_bits_are_the_same(self, size):
+        with transport(chunk=64 if size == 2 else 2**20) as made:
             digests = {places: Digest() for places in PLACES}
             for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 200)):
                 arrays = samples(made.size, dtype, size, seed=size)
@@ -199,7 +196,7 @@ class TestPlaces:
             assert len(values) == 1
             checks.agree(made, values.pop())
 
-    @ranks(2, 3, 4)
+    @ranks(2, 3)
     @pytest.mark.parametrize("piece", [8, 2**18])
     def test_in_place_in_a_segment(self, monkeypatch, piece):
         monkeypatch.setattr(SharedMemoryTransport, "piece", piece)
@@ -291,7 +288,7 @@ class TestOrder:
                     made.chunk = 1 << 13
                     assert reduced(made, arrays, Sum).tobytes() == expected.tobytes()
 
-    @ranks(2, 3, 4)
+    @ranks(3)
     @pytest.mark.parametrize("chunk", [100, 2**20])
     def test_arrays_reduced_together_have_the_bits_of_each_alone(self, chunk):
         """Timing decides which ones are fused."""
