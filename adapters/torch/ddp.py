@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
 from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.gradients.plan import describe_exchange
+from hvdlite.gradients.replicas import Snapshot
 from hvdlite.observe import status
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.reducer import next_label
+from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import CONVERSION, dtype_of, share, to_array, to_tensor
 from hvdlite.torch.work import Future, is_in_backward
 from hvdlite.world import world
@@ -49,6 +51,8 @@ def comm_hook_state(
 
     Gradients are averaged over the ranks that take part. Under ``hvdliterun --elastic`` those go on
     that live, from this call on: make the state before DDP.
+
+    The ranks compare the weights as they do under `DistributedOptimizer`, but not the optimizer.
 
     Args:
         compression: Strategy for floats; any of ``hvd.Compression``.
@@ -73,7 +77,9 @@ class CommHookState:
     ) -> None:
         check_op(strategy, ReduceOp.AVERAGE)
         self._strategy = strategy
-        self._names = {id(tensor): (tensor, name) for name, tensor in named_parameters}
+        self._names = {tensor: name for name, tensor in named_parameters}
+        self._trained: dict[torch.Tensor, None] = {}  # in DDP's order
+        self._check = make_check(lambda: None, self._names, self._trained)
         group: Any = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         self._group = group if hasattr(group, "survive") else None
         if self._group is not None:
@@ -98,7 +104,14 @@ class CommHookState:
         if bucket is None or not bucket.fits(given.buffer()):
             bucket = self._buckets[given.index()] = self._make(given)
         overlaps = self._engine.settings.overlap != "0" or not is_in_backward()
-        bucket.start(given.gradients(), overlaps)
+        # DDP's ``join()`` has ranks that are done, and whose weights are old, call this as well.
+        compares = given.index() == 0 and torch._C._current_autograd_node() is not None
+        lane = self._engine.gradients
+        if compares and len(lane.members) > 1:
+            snapshot = self._check.begin(lane, self._engine.settings)
+            bucket.start(given.gradients(), overlaps, snapshot, self._check.end)
+        else:
+            bucket.start(given.gradients(), overlaps)
         if given.is_last():
             if self._group is not None:
                 self._group.calls += 1  # one call, which another rank may have made in its place
@@ -111,8 +124,9 @@ class CommHookState:
         dtype = dtype_of(given.buffer().dtype)
         parameters = []
         for tensor in given.parameters():
-            known = self._names.setdefault(id(tensor), (tensor, f"parameter {len(self._names)}"))
-            parameters.append(Parameter(known[1], tuple(tensor.shape), dtype))
+            self._trained[tensor] = None
+            name = self._names.setdefault(tensor, f"parameter {len(self._names)}")
+            parameters.append(Parameter(name, tuple(tensor.shape), dtype))
         settings, lane = self._engine.settings, self._engine.gradients
         signature = Signature(describe_exchange(parameters, self._strategy, Reduction(), settings))
         by_strategy: dict[Strategy, list[int]] = {}
@@ -156,12 +170,20 @@ class _HookBucket:
         same = buffer.data_ptr() == self._place and buffer.numel() == self._buffer.numel()
         return same and buffer.dtype == self._buffer.dtype
 
-    def start(self, gradients: Sequence[torch.Tensor], begin: bool) -> None:
+    def start(
+        self,
+        gradients: Sequence[torch.Tensor],
+        begin: bool,
+        snapshot: Snapshot | None = None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
         """Start the exchange.
 
         Args:
             gradients: In the order of the parameters.
             begin: Whether it begins before `wait`.
+            snapshot: Of this rank's replica, if the ranks compare them with this exchange.
+            on_end: Called on success.
         """
         self.future = Future()
         left = len(self._parts)
@@ -170,12 +192,13 @@ class _HookBucket:
             nonlocal left
             left -= 1
             if not left:
-                self._end(gradients)
+                self._end(gradients, on_end)
 
         for part, members in self._parts:
             with contextlib.suppress(HorovodInternalError):
                 part.wait()  # left over from a step that has failed
             part.begin_step()
+            part.snapshot, snapshot = snapshot, None  # with the first one
             if not self._is_shared:
                 for position, member in enumerate(members):
                     part.arrays.send_slot(position)[...] = to_array(gradients[member])
@@ -186,9 +209,10 @@ class _HookBucket:
             assert part.pending is not None
             part.pending.add_done_callback(end)
 
-    def _end(self, gradients: Sequence[torch.Tensor]) -> None:
+    def _end(self, gradients: Sequence[torch.Tensor], on_end: Callable[[], object]) -> None:
         try:
             self.wait()
+            on_end()
             result, arrays = self._buffer, self._parts[0][0].arrays
             # DDP copies what is not its own buffer.
             if len(self._parts) == 1 and not (self._is_shared and arrays.result is arrays.send):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ FindOptimizer = Callable[[], torch.optim.Optimizer | None]
 def make_check(
     find_optimizer: FindOptimizer,
     names: Mapping[torch.Tensor, str],
-    parameters: Sequence[torch.Tensor],
+    parameters: Collection[torch.Tensor],
 ) -> ReplicaCheck:
     """Make the comparison of an optimizer, and of parameters, across ranks.
 
@@ -52,7 +52,7 @@ class _Replica:
         self,
         find_optimizer: FindOptimizer,
         names: Mapping[torch.Tensor, str],
-        parameters: Sequence[torch.Tensor],
+        parameters: Collection[torch.Tensor],
     ) -> None:
         self._find_optimizer = find_optimizer
         self._names = names

@@ -1,7 +1,6 @@
 """Test callbacks, saved models and values with Keras 3 on any framework."""
 
 import json
-import logging
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import hvdlite.keras as hvd
 from hvdlite.keras import _keras3
 from tests.keras.measures import check_normalization, close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, EAGER, STEPS, TORCH, data, fit, make_model, own
+from tests.logs import logged
 
 
 def traced_only():
@@ -38,17 +38,13 @@ def make_layer():
 
 
 def test_steps_are_compiled_without_xla():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
     # torch.compile follows Keras through each layer of each step, for seconds.
     steps, make = (2, make_layer) if TORCH else (STEPS, make_model)
     x, y = (each[: BATCH * steps * hvd.size()] for each in data())
     plain = make()
     fit(plain, keras.optimizers.SGD(0.1), x, y, BATCH * hvd.size())
     _keras3._warn_that_xla_is_off.cache_clear()  # an earlier test may have heard it
-    try:
+    with logged() as messages:
         for jit in (True,) if TORCH else ("auto", True):  # with PyTorch both are compiled
             model = make()
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -58,8 +54,6 @@ def test_steps_are_compiled_without_xla():
             assert len(count) == steps
             assert close(model.get_weights(), plain.get_weights())
         assert model.jit_compile
-    finally:
-        logging.getLogger("hvdlite").removeHandler(handler)
     words = [message for message in messages if "without XLA" in message]
     assert len(words) == (0 if TORCH or hvd.rank() else 1)
 
@@ -92,15 +86,11 @@ def test_saved_models_know_nothing_of_hvdlite():
 
 
 def test_a_loaded_model_that_exchanges_nothing_is_reported():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
     path = Path(hvd.broadcast_object(tempfile.mkdtemp())) / f"model-{hvd.rank()}.keras"
     model = make_model()
     fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), *map(own, data()), BATCH)
     model.save(path)
-    logging.getLogger("hvdlite").addHandler(handler)
-    try:
+    with logged() as messages:
         for load, told in ((hvd.load_model, 0), (keras.saving.load_model, hvd.rank() == 0)):
             loaded = load(path)
             broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -108,8 +98,6 @@ def test_a_loaded_model_that_exchanges_nothing_is_reported():
             loaded.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[broadcast])
             found = [each for each in messages if "each rank trains by itself" in each]
             assert len(found) == told
-    finally:
-        logging.getLogger("hvdlite").removeHandler(handler)
     assert all("hvd.load_model(path)" in each for each in found)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import pickle
 import re
 
@@ -13,6 +12,7 @@ import hvdlite
 from hvdlite import collectives
 from hvdlite.engine import runtime
 from hvdlite.keras._optimizer import distributed_part
+from tests.logs import logged
 
 
 @contextlib.contextmanager
@@ -38,19 +38,14 @@ def exchanges():
 @contextlib.contextmanager
 def not_finite(reaction):
     """Start a world with a value of HVDLITE_NOT_FINITE; return a list of the steps left out."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
     hvdlite.shutdown()
-    with pytest.MonkeyPatch.context() as patch:
+    with logged() as told, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVDLITE_NOT_FINITE", reaction)
         try:
             hvdlite.init()
             yield told
         finally:
             hvdlite.shutdown()
-            logging.getLogger("hvdlite").removeHandler(handler)
     told[:] = [text for text in told if text.startswith("this step is left out on all ranks")]
 
 

@@ -1,9 +1,9 @@
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("tensorflow")
 
@@ -45,18 +45,8 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
     # TensorFlow accepts the number that it has, which an earlier test may have set.
     monkeypatch.setattr(hvdlite.tensorflow.device, "threads_per_rank", lambda: 77)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hvdlite")
-    level = logger.level
-    logger.setLevel("INFO")
-    logger.addHandler(handler)
-    try:
+    with logged("INFO") as messages:
         assert hvd.pin_device().device_type == "CPU"
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     assert len(messages) == 1
     assert f"rank {hvd.rank()}: TensorFlow had started before hvd.pin_device()" in messages[0]
     assert "(77 would leave" in messages[0]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("tensorflow")
 
@@ -104,17 +105,9 @@ def test_what_cannot_be_broadcast():
 
 @ranks(2)
 def test_model_that_is_not_built_is_reported():
-    import logging
-
     hvd.init()
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
-    try:
+    with logged() as messages:
         hvd.broadcast_variables(keras.Sequential([keras.layers.Dense(4)]).variables, 0)
-    finally:
-        logging.getLogger("hvdlite").removeHandler(handler)
     assert messages == [
         f"rank {hvd.rank()}: there are no variables to broadcast; a model has none before it is "
         "built"

@@ -1,6 +1,5 @@
 """Planted faults of the kind `corrupt`: wrong data go where the right ones would have gone."""
 
-import logging
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,6 +14,7 @@ from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.observe import status
 from hvdlite.tools import rehearsal
 from tests.harness import ranks
+from tests.logs import logged
 
 
 @contextmanager
@@ -102,14 +102,10 @@ def test_a_checkpoint_that_is_wrong_on_the_disk(suffix, tmp_path):
         pytest.importorskip("torch")
         from hvdlite.torch import checkpoint
     saved = checkpoint(tmp_path / f"state.{suffix}", keep=2)
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
     with planted("corrupt:point=checkpoint,count=2"):
         for turn in range(2):
             saved.save({"turn": turn})
-    assert saved.load() == {"turn": 0}
-    logging.getLogger("hvdlite").removeHandler(handler)
+    with logged() as told:
+        assert saved.load() == {"turn": 0}
     is_told = [f"state.{suffix}.generation-1" in text for text in told]
     assert is_told == ([True] if hvd.rank() == 0 else [])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("torch")
 
@@ -774,6 +775,39 @@ def test_hook_goes_on_after_torch_has_moved_a_bucket(size):
         for parameter in model.parameters():
             parameter.grad.share_memory_()
     torch.testing.assert_close(weights_of(model), weights_of(whole))
+
+
+@ranks(2, 3)
+@grouped
+def test_ranks_with_the_hook_compare_their_weights(size):
+    """A difference is found within a rotation; ranks in `join` are left alone."""
+    rank = dist.get_rank()
+    is_last = rank == size - 1
+    model = DistributedDataParallel(Net(), bucket_cap_mb=1e-3)
+    state = hvd.comm_hook_state(named_parameters=model.module.named_parameters())
+    model.register_comm_hook(state, hvd.comm_hook)
+    with logged() as messages:
+        train(model, model.parameters(), rank=rank)
+        with model.join():
+            train(model, model.parameters(), steps=6 if is_last else 3, rank=rank)
+        train(model, model.parameters(), rank=rank)
+        assert messages == []
+        if is_last:
+            model.module[0].bias.data[3] += 1.0
+        with pytest.raises(hvd.MismatchError, match=r"element \[3\] of the weight '0.bias' is "):
+            train(model, model.parameters(), steps=8, rank=rank)
+    dist.barrier()  # DDP itself cannot go on after an error in a hook
+
+
+@ranks(2)
+@grouped
+def test_ranks_with_the_hook_compare_their_data(size):
+    model = DistributedDataParallel(Net())
+    model.register_comm_hook(hvd.comm_hook_state(), hvd.comm_hook)
+    with logged() as messages:
+        train(model, model.parameters(), steps=8, rank=0)
+    assert len(messages) == (dist.get_rank() == 0)
+    assert all("ranks 0, 1 computed the same gradients" in each for each in messages)
 
 
 @ranks(2)

@@ -1,13 +1,13 @@
 """Gradients that are NaN or infinite: named by parameter and rank, or left out of the training."""
 
 import functools
-import logging
 import os
 
 import numpy as np
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("torch")
 
@@ -81,22 +81,18 @@ def test_all_ranks_raise_and_name_the_ranks(bad):
 @ranks(2)
 @not_finite("skip")
 def test_skipped_steps_change_nothing():
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
     model, optimizer = make()
     other, undisturbed = make()
-    for number in range(6):
-        bad = float("nan") if number in (2, 3) and hvd.rank() == 0 else None
-        before = weights(model)
-        step(model, optimizer, bad)
-        if number in (2, 3):
-            np.testing.assert_array_equal(weights(model), before)
-        else:
-            step(other, undisturbed)
+    with logged() as told:
+        for number in range(6):
+            bad = float("nan") if number in (2, 3) and hvd.rank() == 0 else None
+            before = weights(model)
+            step(model, optimizer, bad)
+            if number in (2, 3):
+                np.testing.assert_array_equal(weights(model), before)
+            else:
+                step(other, undisturbed)
     np.testing.assert_array_equal(weights(model), weights(other))  # momentum as well
-    logging.getLogger("hvdlite").removeHandler(handler)
     told = [text for text in told if "left out on all ranks" in text]
     assert len(told) == (2 if hvd.rank() == 0 else 0)
 

@@ -1,7 +1,5 @@
 """Ranks whose replicas differ are told so with the second exchange; others are left alone."""
 
-import logging
-
 import pytest
 
 from tests.harness import ranks
@@ -205,12 +203,8 @@ def test_settings(monkeypatch):
         monkeypatch.setenv("HVDLITE_CHECK_RANKS", "off")
         train(3)
         monkeypatch.setenv("HVDLITE_CHECK_RANKS", "warn")
-        warnings = []
-        handler = logging.Handler()
-        handler.emit = lambda record: warnings.append(record.getMessage())
-        logging.getLogger("hvdlite").addHandler(handler)
-        train(4)
-        logging.getLogger("hvdlite").removeHandler(handler)
+        with logged() as warnings:
+            train(4)
         assert len(warnings) == (1 if hvd.rank() == 0 else 0)
         assert all("lr is 0.1 on rank 0, 0.2 on rank 1" in each for each in warnings)
         monkeypatch.setenv("HVDLITE_CHECK_RANKS", "error")

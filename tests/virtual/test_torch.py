@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import hashlib
-import logging
 import os
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 from hvdlite.tools import rehearsal
 from hvdlite.world import parts
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("torch")
 
@@ -41,19 +41,6 @@ def virtual(size=SIZE, **environment):
             del os.environ[name]
         hvd.shutdown()
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def logged():
-    """Collect the messages that hvdlite logs."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hvdlite").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("hvdlite").removeHandler(handler)
 
 
 def data(samples=37):
