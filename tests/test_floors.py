@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
     "engine": (4, 3840, "engine"),
-    "compression": (5, 2808, "compression"),
+    "compression": (5, 2794, "compression"),
     "collectives": (6, 1997, "collectives"),
     "gradients": (7, 3303, "gradients"),
     "recipe": (7, 2462, "recipe"),
