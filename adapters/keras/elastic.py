@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from hvdlite import elastic
-from hvdlite.elastic import HostUpdate, ObjectState, State
+from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.keras import _elastic
 from hvdlite.keras._callbacks import complete
 from hvdlite.keras._elastic import KerasState
@@ -26,12 +22,3 @@ __all__ = [
 CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = (
     complete(mixin, keras.callbacks.Callback, __name__) for mixin in _elastic.CALLBACKS
 )
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a training function continue after failures, as `hvdlite.elastic.run` does."""
-    if keras.backend.backend() == "tensorflow":
-        from hvdlite.tensorflow import elastic as tensorflow_elastic
-
-        return tensorflow_elastic.run(func)
-    return elastic.run(func)

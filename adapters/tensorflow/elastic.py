@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import elastic
 from hvdlite.base.reduction import Average
-from hvdlite.elastic import HostUpdate, ObjectState, State
+from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.elastic.state import ExchangeHandler, VariablesHandler
 from hvdlite.engine.process_sets import global_process_set
 from hvdlite.keras._elastic import KerasState as TensorFlowKerasState
-from hvdlite.tensorflow.errors import naming_errors
 from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a training function go on after failures: `hvdlite.elastic.run`, for graphs too.
-
-    The errors of a graph have lost the class that they had in Python; it is found in their text.
-    """
-    return elastic.run(naming_errors(func))
 
 
 class TensorFlowState(ObjectState):

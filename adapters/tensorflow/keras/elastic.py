@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdlite.elastic import HostUpdate, ObjectState, State
+from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.keras import _elastic
 from hvdlite.keras._callbacks import complete
 from hvdlite.keras._elastic import KerasState
-from hvdlite.tensorflow.elastic import run
 
 __all__ = [
     "CommitStateCallback",
