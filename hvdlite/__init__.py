@@ -20,31 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlite import common
-from hvdlite.collectives import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_async,
-    broadcast_object,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    synchronize,
-)
+from hvdlite import collectives, common
+from hvdlite.collectives import *  # noqa: F403
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.version import __version__ as __version__
 
@@ -60,29 +37,7 @@ else:
 
 __all__ = [
     *common.names,
-    # collectives
-    "allreduce",
-    "allreduce_async",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "allgather",
-    "allgather_async",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "broadcast",
-    "broadcast_async",
-    "alltoall",
-    "alltoall_async",
-    "reducescatter",
-    "reducescatter_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "broadcast_object",
-    "allgather_object",
-    "join",
-    "barrier",
-    "poll",
-    "synchronize",
+    *collectives.__all__,
     # the recipe
     "shard",
     "checkpoint",

@@ -28,11 +28,11 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "transport": (3, 3767, "transport"),
     "engine": (4, 3840, "engine"),
     "compression": (5, 2794, "compression"),
-    "collectives": (6, 1997, "collectives"),
+    "collectives": (6, 1982, "collectives"),
     "gradients": (7, 3303, "gradients"),
-    "recipe": (7, 2462, "recipe"),
+    "recipe": (7, 2457, "recipe"),
     "torch": (8, 5977, "torch"),
-    "tensorflow": (8, 2895, "tensorflow"),
+    "tensorflow": (8, 2924, "tensorflow"),
     "keras": (9, 2349, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3459, "launch"),
     "tools": (_TOOLS, 4289, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 718, "common"),
+    "facade": (_FACADE, 622, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

@@ -16,42 +16,14 @@ from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - the names common to all adapters
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.recipe.variables import seed_keras as _seed_keras
+from hvdlite.tensorflow import collectives, exchange_state, functions, rank_ops
 from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
-from hvdlite.tensorflow.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
+from hvdlite.tensorflow.collectives import *  # noqa: F403
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import gpu_available, pin_device
-from hvdlite.tensorflow.exchange_state import (
-    consolidate_exchange_state,
-    exchange_state_dict,
-    load_exchange_state_dict,
-)
-from hvdlite.tensorflow.functions import (
-    BroadcastGlobalVariablesHook,
-    allgather_object,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
-from hvdlite.tensorflow.rank_ops import (
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
+from hvdlite.tensorflow.exchange_state import *  # noqa: F403
+from hvdlite.tensorflow.functions import *  # noqa: F403
+from hvdlite.tensorflow.rank_ops import *  # noqa: F403
 from hvdlite.tensorflow.summary import summary_writer
 from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -74,39 +46,16 @@ else:
 
 __all__ = [
     *common.names,
-    # ranks
-    "rank_op",
-    "size_op",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    # collectives
-    "allreduce",
-    "grouped_allreduce",
-    "allgather",
-    "grouped_allgather",
-    "broadcast",
-    "alltoall",
-    "reducescatter",
-    "grouped_reducescatter",
-    "join",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "allgather_object",
-    "barrier",
+    *rank_ops.__all__,
+    *collectives.__all__,
+    *functions.__all__,
     # training
     "DistributedGradientTape",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "DistributedOptimizer",
-    "exchange_state_dict",
-    "load_exchange_state_dict",
-    "consolidate_exchange_state",
-    "broadcast_variables",
+    *exchange_state.__all__,
     "elastic",
-    "broadcast_global_variables",
-    "BroadcastGlobalVariablesHook",
     # the recipe
     "pin_device",
     "gpu_available",

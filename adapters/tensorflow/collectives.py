@@ -33,6 +33,20 @@ from hvdlite.tensorflow.tensors import (
 )
 from hvdlite.world import world
 
+# The public names of `hvdlite.tensorflow`.
+__all__ = [
+    "allreduce",
+    "grouped_allreduce",
+    "allgather",
+    "grouped_allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+    "grouped_reducescatter",
+    "join",
+    "barrier",
+]
+
 _REMEDY = "wrap its input in tf.stop_gradient"
 
 

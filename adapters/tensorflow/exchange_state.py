@@ -14,6 +14,8 @@ from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.tensorflow.tensors import value_of
 from hvdlite.tensorflow.variables import WeakVariablesDict
 
+__all__ = ["exchange_state_dict", "load_exchange_state_dict", "consolidate_exchange_state"]
+
 _states: WeakVariablesDict[ExchangeState] = WeakVariablesDict()
 
 

@@ -18,6 +18,17 @@ from hvdlite.tensorflow.tensors import engine, like, run, to_tensor, unconverted
 from hvdlite.tensorflow.variables import is_variable, name_of
 from hvdlite.world import world
 
+# The public names of `hvdlite.tensorflow`.
+__all__ = [
+    "broadcast_object",
+    "broadcast_object_fn",
+    "allgather_object",
+    "broadcast_variables",
+    "broadcast_",
+    "broadcast_global_variables",
+    "BroadcastGlobalVariablesHook",
+]
+
 _log = logging.getLogger("hvdlite")
 
 

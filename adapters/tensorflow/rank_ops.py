@@ -12,6 +12,8 @@ from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.tensorflow.tensors import engine, run, unconverted
 from hvdlite.world import world
 
+__all__ = ["rank_op", "size_op", "local_rank_op", "local_size_op", "process_set_included_op"]
+
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return the rank as an int32 tensor; ``name`` has no effect, here and below."""

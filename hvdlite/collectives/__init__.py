@@ -8,24 +8,21 @@ where ``describe(name)`` makes the operation. The adapters call the same ``descr
 
 from __future__ import annotations
 
-from hvdlite.collectives.allgather import allgather, allgather_async, describe_allgather
-from hvdlite.collectives.allreduce import allreduce, allreduce_async, describe_allreduce
-from hvdlite.collectives.alltoall import (
-    Route,
-    alltoall,
-    alltoall_async,
-    describe_alltoall,
-    run_alltoall,
-)
-from hvdlite.collectives.barrier import agree_on, barrier
-from hvdlite.collectives.broadcast import (
-    broadcast,
-    broadcast_async,
-    checked_root,
-    describe_broadcast,
-)
+from hvdlite.collectives.allgather import allgather, allgather_async
+from hvdlite.collectives.allgather import describe_allgather as describe_allgather
+from hvdlite.collectives.allreduce import allreduce, allreduce_async
+from hvdlite.collectives.allreduce import describe_allreduce as describe_allreduce
+from hvdlite.collectives.alltoall import Route as Route
+from hvdlite.collectives.alltoall import alltoall, alltoall_async
+from hvdlite.collectives.alltoall import describe_alltoall as describe_alltoall
+from hvdlite.collectives.alltoall import run_alltoall as run_alltoall
+from hvdlite.collectives.barrier import agree_on as agree_on
+from hvdlite.collectives.barrier import barrier
+from hvdlite.collectives.broadcast import broadcast, broadcast_async
+from hvdlite.collectives.broadcast import checked_root as checked_root
+from hvdlite.collectives.broadcast import describe_broadcast as describe_broadcast
+from hvdlite.collectives.groups import describe_group as describe_group
 from hvdlite.collectives.groups import (
-    describe_group,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -35,44 +32,32 @@ from hvdlite.collectives.groups import (
 )
 from hvdlite.collectives.join import join
 from hvdlite.collectives.objects import allgather_object, broadcast_object
-from hvdlite.collectives.reducescatter import (
-    describe_reducescatter,
-    reducescatter,
-    reducescatter_async,
-)
+from hvdlite.collectives.reducescatter import describe_reducescatter as describe_reducescatter
+from hvdlite.collectives.reducescatter import reducescatter, reducescatter_async
 from hvdlite.engine import poll, synchronize
 
+# The public names of `hvdlite`.
 __all__ = [
-    "Route",
-    "agree_on",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_async",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_async",
-    "broadcast_object",
-    "checked_root",
-    "describe_allgather",
-    "describe_allreduce",
-    "describe_alltoall",
-    "describe_broadcast",
-    "describe_group",
-    "describe_reducescatter",
-    "grouped_allgather",
-    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
+    "allgather",
+    "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "broadcast",
+    "broadcast_async",
+    "alltoall",
+    "alltoall_async",
     "reducescatter",
     "reducescatter_async",
-    "run_alltoall",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "broadcast_object",
+    "allgather_object",
+    "join",
+    "barrier",
+    "poll",
     "synchronize",
 ]

@@ -7,19 +7,17 @@ node's cores and accelerators.
 
 from __future__ import annotations
 
-from hvdlite.recipe.batches import Batches, shard
+from hvdlite.recipe.batches import shard
 from hvdlite.recipe.checkpoints import Checkpoint, checkpoint
 from hvdlite.recipe.learning_rate import scale_lr, warmup
 from hvdlite.recipe.metrics import average_metrics, gather, sum_metrics
-from hvdlite.recipe.progress import Progress, progress
+from hvdlite.recipe.progress import progress
 from hvdlite.recipe.rank_zero import first, on_rank_zero
-from hvdlite.recipe.resources import local_device_index, threads_per_rank
 from hvdlite.recipe.seeding import seed
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream, lockstep
 
 __all__ = [
-    "Batches",
     "Sharding",
     "Stream",
     "lockstep",
@@ -34,8 +32,5 @@ __all__ = [
     "first",
     "on_rank_zero",
     "seed",
-    "Progress",
     "progress",
-    "local_device_index",
-    "threads_per_rank",
 ]

@@ -65,7 +65,7 @@ class Parts:
         return None
 
     def batches(self) -> Any:
-        """Return the subclass of `hvdlite.recipe.Batches` for these parts; None: `Batches`."""
+        """Return the subclass of `recipe.batches.Batches` for these parts; None: `Batches`."""
 
     def gradient_path(self, owner: str) -> Any:
         """Return the class that makes steps on these parts; None: the ordinary one."""

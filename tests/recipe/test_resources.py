@@ -7,7 +7,8 @@ import os
 import pytest
 
 import hvdlite as hvd
-from hvdlite.recipe import local_device_index, resources, threads_per_rank
+from hvdlite.recipe import resources
+from hvdlite.recipe.resources import local_device_index, threads_per_rank
 from tests.harness import ranks
 
 
