@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2011, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2006, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1284,

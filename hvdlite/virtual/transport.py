@@ -88,9 +88,7 @@ class VirtualRanks:
             RuntimeError: a thread cannot be started.
         """
         transports = [VirtualTransport(self, position) for position in range(len(self.own))]
-        if len(transports) == 1:
-            return [work(transports[0])]
-        self._meeting = threading.Barrier(len(self.own), self._perform)
+        self._meeting = threading.Barrier(len(transports), self._perform)
         results: list[Any] = [None] * len(transports)
         errors = self._errors = {}
 
@@ -128,14 +126,11 @@ class VirtualRanks:
     def call(self, position: int, method: str, *arguments: Any) -> Any:
         """Run a collective together with this process's other virtual ranks; return its result."""
         self._calls[position] = method, arguments
-        if len(self.own) == 1:
-            self._perform()
-        else:
-            self._turn.release()
-            try:
-                self._meeting.wait()
-            finally:
-                self._turn.acquire()
+        self._turn.release()
+        try:
+            self._meeting.wait()
+        finally:
+            self._turn.acquire()
         return self._answers[position]
 
     def _perform(self) -> None:
