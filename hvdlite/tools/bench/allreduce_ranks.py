@@ -34,8 +34,7 @@ class Library:
     """A library that sums tensors over all ranks, in place.
 
     Attributes:
-        sum: sums a tensor under a name.
-        start: starts the same, and returns a handle.
+        start: starts the same as ``sum``, and returns a handle.
         wait: waits for all handles of a list.
         view: makes a tensor that shares an array's memory.
     """

@@ -22,8 +22,6 @@ class Contender:
     """Something to be timed.
 
     Attributes:
-        name: in the results.
-        call: what is timed.
         inputs: filled with ones before each turn, so that every contender finds the same
             values, just written by its own rank.
         outputs: the results, asked for after each call: they may lie elsewhere every time.

@@ -19,7 +19,6 @@ class Workload:
     """A model and its batch.
 
     Attributes:
-        title: for tables and plots.
         batch: samples per rank and step.
         sample: the shape of one, channels last.
         steps: in a row within a turn; short ones are timed together.

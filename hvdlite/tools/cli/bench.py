@@ -168,11 +168,7 @@ def _models(text: str) -> list[str]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``hvdlite bench`` and return its exit code.
-
-    Raises:
-        StartError: a mistake on the command line, something is not installed, or a rank failed.
-    """
+    """Run ``hvdlite bench`` and return its exit code."""
     if options.plot:
         plots.check(options.plot)
     if options.json not in (None, "-"):

@@ -44,7 +44,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: what was checked.
         state: ``ok``, ``fault`` (something does not work), or ``note`` (something is missing that
             not everybody needs).
         found: one line.
@@ -68,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``hvdlite check`` and return its exit code: 1 if there is a fault.
-
-    Raises:
-        StartError: ``--hosts`` is malformed.
-    """
+    """Run ``hvdlite check`` and return its exit code: 1 if there is a fault."""
     hosts = [] if options.hosts is None else [host.name for host in parse_hosts(options.hosts)]
     installed = software()
     findings, bandwidth = _mpi()

@@ -13,7 +13,8 @@ from hvdlite.launch import options as launcher_options
 from hvdlite.version import __version__
 
 #: The modules of the subcommands beside ``run`` and ``completion``. Each has ``HELP``, a line;
-#: ``EXAMPLES``; ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.
+#: ``EXAMPLES``; ``add_arguments(parser)``; and ``main(options)``, which returns the exit code, or
+#: raises `StartError` for a mistake on the command line, and for what cannot be done here.
 COMMANDS = ("check", "bench", "scale", "timeline", "rehearse")
 
 _SHELLS = ("bash", "zsh", "tcsh")

@@ -59,11 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``hvdlite rehearse``; return 0 if all jobs have ended well, and 1 otherwise.
-
-    Raises:
-        StartError: a mistake on the command line.
-    """
+    """Run ``hvdlite rehearse``; return 0 if all jobs have ended well, and 1 otherwise."""
     command = script.command_of(options.script, options.args)
     try:
         for fault in options.fault or ():

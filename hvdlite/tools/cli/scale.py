@@ -82,11 +82,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``hvdlite scale`` and return its exit code: that of the first run that fails.
-
-    Raises:
-        StartError: a mistake on the command line, or the output lacks the speed.
-    """
+    """Run ``hvdlite scale`` and return its exit code: that of the first run that fails."""
     ranks, arguments = _ranks(options)
     if options.plot:
         plots.check(options.plot)

@@ -50,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``hvdlite timeline`` and return its exit code.
-
-    Raises:
-        StartError: the file is no trace, or the page cannot be written.
-    """
+    """Run ``hvdlite timeline`` and return its exit code."""
     figures, record = read(options.file)
     exact = json.dumps({**figures, "hints": advise(figures)})
     # To the microsecond; a zero has no sign.
