@@ -8,12 +8,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from hvdlite import collectives
 from hvdlite.base.settings import Settings
 from hvdlite.elastic import resizing, start
 from hvdlite.elastic.rendezvous import Rendezvous, reset
+from hvdlite.elastic.start import Message
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
@@ -97,14 +98,6 @@ def run(
     return wrapper  # type: ignore[return-value]  # `state=` is Horovod's, if not func's
 
 
-class _Report(NamedTuple):
-    """A rank's message to the others when they form the world again."""
-
-    error: str  # empty: none, the hosts have changed
-    failures: int
-    skip_sync: bool
-
-
 class _Attempts:
     """The calls of a training function.
 
@@ -155,7 +148,7 @@ class _Attempts:
                 return result
             except HorovodInternalError as error:
                 failure: HorovodInternalError | None = error
-                report = self._fail(error)
+                message = self._fail(error)
             except StopInterrupt:
                 self._count_reset()
                 resizing.hand_over(self._state, self._resets)
@@ -163,13 +156,13 @@ class _Attempts:
                 sys.exit(0)
             except HostsUpdatedInterrupt as update:
                 failure = None
-                report = _Report("", 0, update.skip_sync)
+                message = Message(skip_sync=update.skip_sync)
             self._count_reset()
             is_spare = bool(self._holders)
-            reports = reset(self._rendezvous, None if is_spare else report)
+            messages = reset(self._rendezvous, None if is_spare else message)
             if is_spare:
-                self._holders = [rank for rank, each in enumerate(reports) if each is not None]
-            self._learn(reports, failure)
+                self._holders = [rank for rank, each in enumerate(messages) if each is not None]
+            self._learn(messages, failure)
             failure = None  # its traceback holds the old world
             self._is_new = True
 
@@ -209,23 +202,21 @@ class _Attempts:
         collectives.barrier(name="elastic.end")
         self._rendezvous.close()
 
-    def _fail(self, error: HorovodInternalError) -> _Report:
+    def _fail(self, error: HorovodInternalError) -> Message:
         """Return to the last commit, and describe the failure to the others."""
         self._failures = self._failures + 1 if self._state.commits == self._commits else 1
         self._commits = self._state.commits
         self._state.restore()
         named = _NAMED.search(str(error))  # without the text that a framework has put around it
-        return _Report(named[1] if named else str(error), self._failures, False)
+        return Message(error=named[1] if named else str(error), failures=self._failures)
 
-    def _learn(
-        self, all_reports: list[_Report | None], failure: HorovodInternalError | None
-    ) -> None:
+    def _learn(self, messages: list[Message | None], failure: HorovodInternalError | None) -> None:
         """Evaluate the messages of all ranks; None: it has been a spare."""
-        reports = [report for report in all_reports if report is not None]
-        self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
+        known = [message for message in messages if message is not None]
+        self._skip_sync = None not in messages and all(message.skip_sync for message in known)
         # A rank may have failed once more than others, which had not begun yet.
-        self._failures = max(report.failures for report in reports)
-        errors = {rank: report.error for rank, report in enumerate(reports) if report.error}
+        self._failures = max(message.failures for message in known)
+        errors = {rank: message.error for rank, message in enumerate(known) if message.error}
         if not errors:
             _log.info("rank %d: the hosts have changed; training goes on", world.rank())
             return

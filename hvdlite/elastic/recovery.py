@@ -82,7 +82,8 @@ class Recovery(Supervisor):
         self._under_way = False
         self._failure: HorovodInternalError | None = None
         self._adding = threading.Lock()
-        self._wanted: _Part | None = None
+        # A process set to be added: its ids, and `make` and `enter` of `Supervisor.form_part`.
+        self._wanted: tuple[Sequence[int], Any, Callable[..., object]] | None = None
         # Communicators of the last world, which no operation uses any more.
         self._old: list[Any] = []
 
@@ -194,7 +195,7 @@ class Recovery(Supervisor):
             return
         with self._adding:
             with membership.lock:
-                part = self._wanted = _Part(ids, make, enter)
+                part = self._wanted = ids, make, enter
             try:
                 while self._wanted is part:
                     self.recover(None, self.recoveries)
@@ -351,7 +352,7 @@ class Recovery(Supervisor):
         parts = {engine.named.name: engine for engine in engines[1:]}
         part_ids = {name: engine.world.ids for name, engine in parts.items()}
         wanted = self._wanted
-        here = wanted and wanted.ids
+        here = wanted and wanted[0]
         found = comm.allgather((self._world.id, own, membership.positions(), part_ids, here))
         ids, states, positions, everywhere, asked = zip(*found, strict=True)
         local_size = self._settings.force_local_size
@@ -379,11 +380,13 @@ class Recovery(Supervisor):
                     "the ranks add different process sets; add them in the same order on all "
                     "ranks, and from one thread"
                 )
-            attempt.part, attempt.part_ids = wanted, _living(wanted.ids, world)
-            with forming_part(attempt.part_ids) as part:
+            given, make, enter = wanted
+            members = _living(given, world)
+            with forming_part(members) as part:
                 if part is not None:
-                    attempt.part_engine = wanted.make(part)
+                    attempt.part_engine = make(part)
                     forming.undo.callback(attempt.part_engine.abandon)
+            attempt.enter_part = partial(enter, members, attempt.part_engine)
         return attempt
 
     def _connect(self, attempt: _Attempt, engine: Engine, world: World) -> None:
@@ -430,10 +433,10 @@ class Recovery(Supervisor):
                 states = [lanes[lane.name] for lanes in attempt.states if lane.name in lanes]
                 deliver = is_delivered(own[lane.name], states)
                 lane.replace(attempt.transports.get(lane.name), deliver)
-        if attempt.part is not None:
-            if attempt.part_engine is not None:
-                self.add(attempt.part_engine)
-            attempt.part.enter(attempt.part_ids, attempt.part_engine)
+        if attempt.part_engine is not None:
+            self.add(attempt.part_engine)
+        if attempt.enter_part is not None:
+            attempt.enter_part()
             self._wanted = None
 
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
@@ -452,15 +455,6 @@ class Recovery(Supervisor):
 
 
 @dataclass
-class _Part:
-    """A process set to be added; see `Supervisor.form_part`."""
-
-    ids: Sequence[int]
-    make: Callable[[World], Engine]
-    enter: Callable[[Sequence[int], Engine | None], object]
-
-
-@dataclass
 class _Attempt:
     """One attempt to form the world of the survivors.
 
@@ -470,8 +464,8 @@ class _Attempt:
         positions: The `membership.positions` of each rank.
         worlds: The new world of each engine, by the name of its lane for named operations.
         transports: The new transports, by the lane's name; None: the lane has been closed.
-        part: The process set that has been added; None: not all ranks want one.
-        part_engine: Its engine; None on a rank outside the set.
+        part_engine: The engine of the process set that has been added; None outside of it.
+        enter_part: Registers that set; None: not all ranks want one.
     """
 
     world: World
@@ -480,9 +474,8 @@ class _Attempt:
     positions: Sequence[Mapping[Any, Any]]
     worlds: dict[str, World] = field(default_factory=dict)
     transports: dict[str, Transport | None] = field(default_factory=dict)
-    part: _Part | None = None
-    part_ids: Sequence[int] = ()
     part_engine: Engine | None = None
+    enter_part: Callable[[], object] | None = None
 
 
 def _kept(everywhere: Sequence[Mapping[str, Sequence[int]]], world: World) -> Iterator[Any]:

@@ -17,14 +17,10 @@ from hvdlite.world import parts, world
 _MEET, _LEFT = 1, 2
 
 
-class Rendezvous:
+class Rendezvous(Gathering):
     """A meeting of all ranks with a time limit, even if ranks have died.
 
-    It has a communicator that was made while all ranks lived, and uses it for messages from rank to
-    rank only: unlike a collective, they tell which rank has not come.
-
     Args:
-        comm: a communicator over all ranks for these messages alone.
         pool: forms a world without ranks that have died, and with spares (``hvdliterun
             --elastic``); None: all ranks must come.
         first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
@@ -38,18 +34,13 @@ class Rendezvous:
         pool: Pool | None = None,
         first_tag: int = 0,
     ) -> None:
-        self._gathering = Gathering(MPI, comm)
+        super().__init__(MPI, comm)
         self.pool = pool
         self._timeout = timeout
         self._meet_tag, self._left_tag = first_tag + _MEET, first_tag + _LEFT
         self._gone: str | None = None
 
-    @property
-    def comm(self) -> Any:
-        """The communicator; after `follow` of the ranks that are left, with spares that came in."""
-        return self._gathering.comm
-
-    def meet(self, message: Any) -> list[Any]:
+    def exchange(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return all messages by rank when all ranks have come.
 
         Where a pool forms worlds, ranks that have died bring None.
@@ -66,9 +57,9 @@ class Rendezvous:
         return [messages.get(rank) for rank in range(self.comm.size)]
 
     def follow(self) -> None:
-        """Go on with the world that the pool has formed."""
+        """Go on with the world that the pool has formed, of those left and of spares."""
         assert self.pool is not None
-        self._gathering.move(self.pool.world)
+        self.move(self.pool.world)
         self._meet_tag, self._left_tag = _MEET, _LEFT
 
     def leave(self, reason: str) -> None:
@@ -77,7 +68,7 @@ class Rendezvous:
         If it leaves because another rank is gone, they learn of that rank.
         """
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
-        self._gathering.send(self._left_tag, reason)
+        self.send(self._left_tag, reason)
 
     def close(self) -> None:
         """Free the communicator, unless it is the pool's; collective."""
@@ -88,7 +79,7 @@ class Rendezvous:
         def watch(missing: Sequence[int]) -> None:
             self._check_dead()
             for rank in missing:
-                if received := self._gathering.receive(rank, self._left_tag):
+                if received := self.receive(rank, self._left_tag):
                     self._raise_gone(received[0])
             if time.monotonic() > deadline:
                 self._raise_gone(
@@ -97,12 +88,12 @@ class Rendezvous:
                     "still computes"
                 )
 
-        messages = self._gathering.meet(self._meet_tag, message, watch)
+        messages = self.meet(self._meet_tag, message, watch)
         self._check_dead()
         return messages
 
     def _check_dead(self) -> None:
-        for rank, error in self._gathering.dead.items():
+        for rank, error in self.dead.items():
             if self.pool is None:
                 self._raise_gone(f"rank {rank} has died ({error})")
 
@@ -114,7 +105,7 @@ class Rendezvous:
         )
 
 
-def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
+def reset(rendezvous: Rendezvous, message: Message | None) -> list[Message | None]:
     """End the world of this rank and form one with all ranks that were in it; collective.
 
     Every rank comes here in the end, because pending operations fail as soon as one rank has shut
@@ -122,10 +113,10 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
 
     Args:
         rendezvous: over the ranks of the old world.
-        report: this rank's message to the others.
+        message: this rank's, without its number and the process sets; None: it has been a spare.
 
     Returns:
-        The reports of all ranks, by rank; None for those that were spares.
+        The messages of all ranks, by rank; None for those that were spares.
 
     Raises:
         RankGoneError: a rank has died, has left, or does not come.
@@ -136,15 +127,14 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     process_sets = [each for each in added if each.ranks]  # not those whose ranks have all died
     virtual_size = parts.current.keep()
     runtime.leave_world()
-    reports = rendezvous.meet(report)
+    messages = rendezvous.exchange(message)
     if rendezvous.pool is not None:
         sets = [each.ranks for each in process_sets]
-        message = None if report is None else Message(report, rank, sets)
-        supervisor = Start(message, again=True)
+        supervisor = Start(message and message._replace(rank=rank, sets=sets), again=True)
         try:
             runtime.start(None, process_sets, virtual_size, supervisor)
         finally:  # the communicator before may have been freed
             rendezvous.follow()
-        return supervisor.reports
+        return supervisor.messages
     runtime.init(rendezvous.comm, process_sets, virtual_size)
-    return reports
+    return messages

@@ -38,14 +38,16 @@ class Message(NamedTuple):
     """A rank's message to the others when they form a world.
 
     Attributes:
-        report: From the caller; None: the rank has nothing yet that a spare would need.
         rank: The rank's number before.
         sets: The ranks of the process sets, by the numbers before.
+        error: Why it forms the world again; empty: the hosts have changed.
     """
 
-    report: Any
-    rank: int
-    sets: list[list[int] | None]
+    rank: int = 0
+    sets: Sequence[list[int] | None] = ()
+    error: str = ""
+    failures: int = 0
+    skip_sync: bool = False
 
 
 def take_holders() -> list[int] | None:
@@ -67,14 +69,14 @@ class Start(Recovery):
         again: Whether there has been a world before.
 
     Attributes:
-        reports: What the ranks have sent, by rank; None for those that were spares.
+        messages: Those of the ranks, by rank; None for those that were spares.
     """
 
     def __init__(self, message: Message | None = None, again: bool = False) -> None:
         super().__init__()
         self._message = message
         self._again = again
-        self.reports: list[Any] = []
+        self.messages: list[Message | None] = []
 
     def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
         global _holders
@@ -87,14 +89,14 @@ class Start(Recovery):
         if not pool.is_member:
             _holders = []
         if not self._again and _holders is None:
-            self._message = Message(None, pool.rank, [each.ranks for each in self.process_sets])
+            self._message = Message(pool.rank, [each.ranks for each in self.process_sets])
         before = len(pool.places)
         engine, messages = pool.form(self._message, build, grow=self._again or _holders is not None)
         if _holders is not None:
             _holders[:] = [rank for rank, message in enumerate(messages) if message]
         if [message and message.rank for message in messages] != [*range(before)]:
             self.process_sets = [*_with_ranks(self.process_sets, messages)]
-        self.reports = [message and message.report for message in messages]
+        self.messages = messages
         self._places = pool.places
         self.place = pool.place
         return engine
