@@ -19,9 +19,9 @@ from hvdlite.world import parts
 def _supervise(settings: Settings) -> supervisor.Supervisor:
     if not (settings.elastic or settings.spares):
         return supervisor.Supervisor()
-    from hvdlite.elastic.start import Start
+    from hvdlite.elastic.recovery import Recovery
 
-    return Start()
+    return Recovery()
 
 
 def _divide(size: int) -> parts.Parts:

@@ -12,9 +12,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from hvdlite import collectives
 from hvdlite.base.settings import Settings
-from hvdlite.elastic import resizing, start
+from hvdlite.elastic import resizing, spares
 from hvdlite.elastic.rendezvous import Rendezvous, reset
-from hvdlite.elastic.start import Message
+from hvdlite.elastic.spares import Message
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
@@ -68,8 +68,8 @@ def run(
     def wrapper(state: _State, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         engine = runtime.engine()
         settings = engine.settings
-        pool, first_tag = start.pool, 0
-        holders = start.take_holders()
+        pool, first_tag = spares.pool, 0
+        holders = None if pool is None else pool.take_holders()
         if holders is not None:  # this is a spare, and the others have begun already
             for lane in engine.lanes:
                 lane.accept()

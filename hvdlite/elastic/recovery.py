@@ -32,16 +32,18 @@ from typing import Any, NamedTuple
 from hvdlite.base import observers
 from hvdlite.base.interrupts import run_overdue, uninterrupted
 from hvdlite.base.settings import Settings
+from hvdlite.elastic import spares
 from hvdlite.elastic.forming import Forming, form_of_living, retire
 from hvdlite.elastic.gathering import Gathering
 from hvdlite.engine import Engine
 from hvdlite.engine.lane import Lane, describe_error
 from hvdlite.engine.operation import Gather, Signature
-from hvdlite.engine.supervisor import Supervisor
+from hvdlite.engine.supervisor import Build, Supervisor
 from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
+from hvdlite.observe import status
 from hvdlite.transport import Transport
 from hvdlite.transport.registry import connect
-from hvdlite.world import membership
+from hvdlite.world import membership, mpi
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
@@ -50,6 +52,11 @@ _log = logging.getLogger("hvdlite")
 _NEWS_SECONDS, _NEWS_PAUSE = 1.0, 5e-3
 # How often a thread that waits for another one's recovery checks whether it has ended.
 _CHECK_SECONDS = 0.05
+_NO_STATE = (
+    "this process has come in as a spare, and the other ranks are in a function under "
+    "hvd.elastic.run already; communicate before that function on no rank (hvd.elastic.run takes "
+    "the place of the broadcasts)"
+)
 
 
 class LaneState(NamedTuple):
@@ -68,14 +75,26 @@ class LaneState(NamedTuple):
 
 
 class Recovery(Supervisor):
-    """Forms a new world when ranks have died, and replaces the transports of all lanes."""
+    """Forms a world, and a new one when ranks have died, and replaces the transports of all lanes.
+
+    Args:
+        message: For the other ranks, which form their world again with this one; None: this one
+            has been a spare.
+        again: Whether there has been a world before.
+
+    Attributes:
+        messages: Those of the ranks, by rank; None for those that were spares.
+    """
 
     #: The recoveries so far; adding a process set is one, too.
     recoveries = 0
     # For each rank, by its id, the number at the start of the job, for messages.
     _places: Sequence[int]
 
-    def __init__(self) -> None:
+    def __init__(self, message: spares.Message | None = None, again: bool = False) -> None:
+        self._message = message
+        self._again = again
+        self.messages: list[spares.Message | None] = []
         self._engines: list[Engine] = []
         self._waiting: set[Lane] = set()  # whose rounds wait for the recovery
         self._changed = threading.Condition()
@@ -86,6 +105,31 @@ class Recovery(Supervisor):
         self._wanted: tuple[Sequence[int], Any, Callable[..., object]] | None = None
         # Communicators of the last world, which no operation uses any more.
         self._old: list[Any] = []
+
+    def form(self, MPI: Any, comm: Any, settings: Settings, build: Build) -> Engine:  # noqa: N803
+        self._pool = pool = spares.find(MPI, comm, settings)
+        if pool.place[1] > 1:
+            mpi.leave_unfinalized()
+            status.note_start()
+        if not pool.is_member:
+            pool.holders = []
+        is_spare = pool.holders is not None
+        if not self._again and not is_spare:
+            self._message = spares.Message(pool.rank, [each.ranks for each in self.process_sets])
+        before = len(pool.places)
+        engine, self.messages = pool.form(self._message, build, grow=self._again or is_spare)
+        if is_spare:
+            pool.holders = [rank for rank, message in enumerate(self.messages) if message]
+        if [message and message.rank for message in self.messages] != [*range(before)]:
+            self.process_sets = [*spares.with_ranks(self.process_sets, self.messages)]
+        self._places = pool.places
+        self.place = pool.place
+        return engine
+
+    def begin(self, engine: Engine) -> None:
+        if self._pool.holders is not None:
+            for lane in engine.lanes:
+                lane.refuse(_NO_STATE)
 
     def watch(
         self,

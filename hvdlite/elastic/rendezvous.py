@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hvdlite.elastic.gathering import Gathering
-from hvdlite.elastic.spares import Pool
-from hvdlite.elastic.start import Message, Start
+from hvdlite.elastic.recovery import Recovery
+from hvdlite.elastic.spares import Message, Pool
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import RankGoneError, ranks_text
@@ -130,7 +130,7 @@ def reset(rendezvous: Rendezvous, message: Message | None) -> list[Message | Non
     messages = rendezvous.exchange(message)
     if rendezvous.pool is not None:
         sets = [each.ranks for each in process_sets]
-        supervisor = Start(message and message._replace(rank=rank, sets=sets), again=True)
+        supervisor = Recovery(message and message._replace(rank=rank, sets=sets), again=True)
         try:
             runtime.start(None, process_sets, virtual_size, supervisor)
         finally:  # the communicator before may have been freed

@@ -12,19 +12,23 @@ in Open MPI 5.0.11 when another process of the pool has died.
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.base.settings import Settings
-from hvdlite.elastic.forming import Forming, form_of_living, retire
+from hvdlite.elastic.forming import Forming, form_of_living, require_survival, retire
 from hvdlite.elastic.gathering import Gathering
 from hvdlite.engine import Engine
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.engine.supervisor import Build
 from hvdlite.errors import HorovodInternalError, SettingsError
 from hvdlite.transport.mpi import has_ended
-from hvdlite.world.world import create_at_once
+from hvdlite.world.world import choose, create_at_once
 
 _log = logging.getLogger("hvdlite")
 
@@ -33,6 +37,49 @@ _COME, _END = 1, 2
 _PAUSE = 0.05
 _ALL_DIED = "hvdlite: all ranks have died, so this spare ends"
 _SECONDS_TO_END = 5.0
+
+#: The pool of this job's ranks and spares; None: without HVDLITE_ELASTIC.
+pool: Pool | None = None
+
+
+class Message(NamedTuple):
+    """A rank's message to the others when they form a world.
+
+    Attributes:
+        rank: The rank's number before.
+        sets: The ranks of the process sets, by the numbers before.
+        error: Why it forms the world again; empty: the hosts have changed.
+    """
+
+    rank: int = 0
+    sets: Sequence[list[int] | None] = ()
+    error: str = ""
+    failures: int = 0
+    skip_sync: bool = False
+
+
+def find(MPI: Any, comm: Any, settings: Settings) -> Pool:  # noqa: N803
+    """Return the pool, with the ranks for which `init` asks, and the spares."""
+    global pool
+    if comm == MPI.COMM_WORLD:
+        comm = None
+    if pool is not None and comm is not None and comm not in (pool.asked, pool.world):
+        if settings.spares:
+            raise ValueError(
+                f"rank {pool.rank}: comm={comm!r} is not what init() got first "
+                f"({pool.asked!r}), and spares wait for those ranks; give the same, or use no "
+                "spares"
+            )
+        pool = None  # the script has others in mind
+    if pool is None:
+        processes = choose(MPI, comm)
+        check(settings, processes.size)
+        if processes.size > 1:
+            require_survival(MPI, processes)
+        pool = Pool(MPI, processes, settings.spares, comm)
+        if settings.spares:
+            atexit.register(pool.end)
+    return pool
 
 
 def check(settings: Settings, processes: int) -> None:
@@ -58,15 +105,20 @@ class Pool:
 
     Args:
         comm: Over all of them, the spares last; the pool takes it over.
+        asked: What `init` has asked for; None: all ranks.
 
     Attributes:
+        holders: Where this process has come in as a spare: the ranks that have not, which have the
+            state that it lacks; None: it is no spare, or `take_holders` has been called.
         place: This process's number at the start, and how many there were, spares included.
         places: The numbers of the ranks at the start.
         world: The communicator of the ranks; None on a spare, and before the first `form`.
     """
 
-    def __init__(self, MPI: Any, comm: Any, spares: int) -> None:  # noqa: N803
+    def __init__(self, MPI: Any, comm: Any, spares: int, asked: Any = None) -> None:  # noqa: N803
         self._mpi = MPI
+        self.asked = asked
+        self.holders: list[int] | None = None
         self._all = Gathering(MPI, comm)
         self._size = comm.size - spares
         self._members = list(range(self._size))
@@ -81,6 +133,11 @@ class Pool:
     def is_member(self) -> bool:
         """Return whether this process is a rank."""
         return self._all.comm.rank in self._members
+
+    def take_holders(self) -> list[int] | None:
+        """Return `holders`, once. Until then a spare must not communicate."""
+        holders, self.holders = self.holders, None
+        return holders
 
     @property
     def rank(self) -> int:
@@ -210,3 +267,20 @@ class Pool:
 
     def _spares(self) -> list[int]:
         return [rank for rank in self._all.others if rank not in self._members]
+
+
+def with_ranks(
+    process_sets: Sequence[ProcessSet], messages: Sequence[Message | None]
+) -> Iterator[ProcessSet]:
+    """Yield process sets with the ranks that they have in the world that has been formed.
+
+    The script of a spare does not know of all that there are by now.
+    """
+    sets: Iterable[list[int] | None] = next((each.sets for each in messages if each), ())
+    new_ranks = {each.rank: new for new, each in enumerate(messages) if each}
+    for given, before in itertools.zip_longest(process_sets, sets):
+        process_set = given or ProcessSet(before)
+        if before is not None:
+            process_set.ranks = [new_ranks[rank] for rank in before if rank in new_ranks]
+        if process_set.ranks != []:
+            yield process_set

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base.reduction import Max, ReduceOp
-from hvdlite.elastic import resizing, start
+from hvdlite.elastic import resizing, spares
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.recipe.batches import Batches
@@ -161,7 +161,7 @@ class State(Restorable):
             timestamp, told = self._host_messages.get()
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
-        pool = start.pool
+        pool = spares.pool
         died = pool is not None and pool.lacks(world.size())
         removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
         mine = np.array([newest, removed, added, resizing.wants_stop()], np.float64)

@@ -316,13 +316,13 @@ def test_ranks_that_cannot_communicate_do_not_try_for_ever():
     code = """
 import pickle
 import hvdlite as hvd
-from hvdlite.elastic import start
+from hvdlite.elastic import spares
 class Bad:
     def __reduce__(self):
         raise pickle.PicklingError("not this one")
 hvd.init()
 try:
-    start.pool.form(Bad() if hvd.rank() == 1 else "fine", None, False)
+    spares.pool.form(Bad() if hvd.rank() == 1 else "fine", None, False)
 except hvd.HorovodInternalError as error:
     print("although none has died (" in str(error), "not this one" in str(error))
 """
