@@ -1,33 +1,11 @@
 """Rehearsal: planted faults, to see what a job does about them.
 
-The environment variable HVDLITE_REHEARSE has one fault or several, separated by semicolons::
+The environment variable HVDLITE_REHEARSE has one fault or several, which docs/guides/elastic.md
+("Rehearse a failure") explains; `hvdlite.base.observers` has the points::
 
     kill:rank=1,step=7,point=exchange;delay:rank=0,step=9,seconds=2
 
-============  =====================================================================
-action        what the rank does
-============  =====================================================================
-``kill``      it ends at once, as by SIGKILL
-``stop``      it stops for ``seconds`` (default 5), as by SIGSTOP
-``delay``     the thread that gets to the point sleeps for ``seconds`` (default 5)
-``raise``     the thread raises a RuntimeError
-``corrupt``   it gets its data wrong, and goes on: see below
-============  =====================================================================
-
-Faults come in the first run of a job that starts again (``hvdliterun --restarts``). A rank has the
-number that it had at the start. A step is an optimizer's, from 1; without one, the
-fault comes in the first step in which the rank gets to the point ``count`` times (default 1).
-
-A ``point`` is one of those that `hvdlite.base.observers` explains (default: ``exchange``), or
-``time``: ``after`` seconds from the end of ``init()``. Outcomes are confirmed, and worlds formed
-anew, only in jobs that go on without a rank (``hvdliterun --elastic``).
-
-A fault that has not come when its rank ends is reported on standard error.
-
-``corrupt`` has two points. At ``exchange``, the first entry of one of this rank's gradients of the
-step is ``value`` (default nan) when the gradient leaves; ``name`` selects a parameter's gradient,
-or an array that is reduced under this name. At ``checkpoint``, a bit of the file that has just been
-written is flipped. The rank prints a line that says so.
+The thread that gets to the point raises, sleeps or ends its rank there.
 """
 
 from __future__ import annotations
