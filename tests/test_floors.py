@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2349, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2642,
+        2637,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

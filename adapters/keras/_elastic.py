@@ -47,24 +47,14 @@ class KerasState(ObjectState):
         build_optimizer(optimizer, model)
         super().__init__(
             # What all ranks get is without random seeds.
-            model=_ModelHandler(model, attrgetter("variables"), attrgetter("weights")),
+            model=VariablesHandler(
+                model, attrgetter("variables"), attrgetter("weights"), deriving_anew
+            ),
             optimizer=VariablesHandler(optimizer, _variables_of_optimizer),
             **kwargs,
         )
         # Behind the variables: a schedule begins again with the weights that it finds.
         self._handlers.append(("optimizer", ExchangeHandler(optimizer, _of_optimizer)))
-
-
-class _ModelHandler(VariablesHandler):
-    """Handles a model, whose layers keep more than variables."""
-
-    def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
-        with deriving_anew(self.value):
-            super().apply(captured, is_own)
-
-    def sync(self) -> None:
-        with deriving_anew(self.value):
-            super().sync()
 
 
 def _variables_of_optimizer(optimizer: Any) -> Sequence[Any]:

@@ -7,6 +7,7 @@ import copy
 import enum
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -205,7 +206,6 @@ class CapturingHandler(StateHandler):
         """Put the object into a state that `capture` has returned, and leave that unchanged.
 
         Args:
-            captured: the state.
             is_own: whether this process has captured it, so that all of it is this rank's.
         """
 
@@ -267,6 +267,7 @@ class VariablesHandler(CapturingHandler):
     Args:
         variables: Returns those of the object that are saved and restored.
         shared: Returns those that `sync` gives to all ranks; None: all.
+        changing: A context of the object in which these are changed.
     """
 
     def __init__(
@@ -274,8 +275,10 @@ class VariablesHandler(CapturingHandler):
         value: Any,
         variables: Callable[[Any], Sequence[Any]],
         shared: Callable[[Any], Sequence[Any]] | None = None,
+        changing: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._variables, self._shared = variables, shared or variables
+        self._changing = changing
         super().__init__(value)
 
     def save(self) -> None:
@@ -299,11 +302,13 @@ class VariablesHandler(CapturingHandler):
                 f"{len(shapes)}, or their shapes differ; the script has to make the same ones on "
                 "any number of ranks"
             )
-        for variable, array in zip(variables, captured, strict=True):
-            variable.assign(array)
+        with self._changing(self.value):
+            for variable, array in zip(variables, captured, strict=True):
+                variable.assign(array)
 
     def sync(self) -> None:
-        broadcast_variables(self._shared(self.value), 0, "elastic.variables")
+        with self._changing(self.value):
+            broadcast_variables(self._shared(self.value), 0, "elastic.variables")
 
 
 class ExchangeHandler(CapturingHandler):

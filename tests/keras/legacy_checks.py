@@ -263,6 +263,7 @@ def test_callbacks():
 
     for kind in KINDS:
         same, logged = [], []
+        best = Path(tempfile.mkdtemp()) / "best.keras"
         model = make_model(seed=hvd.rank())
         history = fit(
             model,
@@ -273,9 +274,11 @@ def test_callbacks():
                 hvd.callbacks.BroadcastGlobalVariablesCallback(0),
                 hvd.callbacks.MetricAverageCallback(),
                 hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+                hvd.callbacks.BestModelCheckpoint("loss", filepath=str(best)),
                 Spy(),
             ],
         )
+        assert best.exists() == (hvd.rank() == 0)
         assert all(same)
         assert len({str(logs) for logs in hvd.allgather_object(logged)}) == 1
         assert history.history["loss"] == [logged[0]["loss"]]
