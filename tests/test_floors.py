@@ -27,12 +27,12 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "observe": (2, 1246, "observe"),
     "transport": (3, 3767, "transport"),
     "engine": (4, 3840, "engine"),
-    "compression": (5, 2794, "compression"),
+    "compression": (5, 2788, "compression"),
     "collectives": (6, 1982, "collectives"),
     "gradients": (7, 3303, "gradients"),
     "recipe": (7, 2457, "recipe"),
     "torch": (8, 5977, "torch"),
-    "tensorflow": (8, 2924, "tensorflow"),
+    "tensorflow": (8, 2923, "tensorflow"),
     "keras": (9, 2349, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2006, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 1998, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1284,

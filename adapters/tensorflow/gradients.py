@@ -71,7 +71,6 @@ class GradientAllreduce(Backend):
         """Return the reduced gradients.
 
         Args:
-            gradients: This rank's gradients.
             sources: What the gradients belong to: names, shapes and dtypes equal on all ranks.
             samples: The number of samples that this rank's gradients are averages of, a number or
                 a scalar tensor, which weights the average over the ranks; None, on all ranks:

@@ -99,7 +99,6 @@ def add_gathered(
 
     Args:
         parts: the offset of each part that has a message of its own, and the end of the last one.
-        generator: as for `Codec.write`.
     """
     pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
     lengths = [codec.nbytes(piece.stop - piece.start, bucket.send.dtype) for piece in pieces]
@@ -124,9 +123,6 @@ def add_by_slices(
     It moves as many bytes as an allreduce of the messages, whatever the number of ranks, but
     encodes the sums once more. The loss of that is unsent on the rank that added up, multiplied by
     the divisor of an average.
-
-    Args:
-        generator: as for `Codec.write`.
     """
     rank, size = transport.rank, transport.size
     count = bucket.send.size

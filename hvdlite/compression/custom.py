@@ -40,7 +40,6 @@ def cast(tensor: Any, dtype: Any) -> Any:
     This is for arrays; adapters register their framework's tensors.
 
     Args:
-        tensor: of any dtype.
         dtype: the framework's, or the name ``"float16"``.
     """
     array = np.asarray(tensor)

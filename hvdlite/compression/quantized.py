@@ -125,7 +125,6 @@ class Blockwise(Quantized):
             ratios: of the values to the greatest magnitude in their block; they may be changed.
             greatest: these magnitudes.
             out: receives the codes; flat, uint8.
-            generator: as for `write`.
         """
 
     @abstractmethod

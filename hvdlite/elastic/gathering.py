@@ -17,6 +17,8 @@ _FIRST_PAUSE, _MAX_PAUSE = 0.2e-3, 5e-3
 class Gathering:
     """Messages between the ranks of a communicator that was made while all of them lived.
 
+    Each has a tag, a number by which it is received.
+
     Args:
         comm: A communicator for these messages alone.
 
@@ -44,7 +46,6 @@ class Gathering:
         """Send a message, without waiting for its receivers.
 
         Args:
-            tag: The number by which they receive it.
             ranks: The receivers; None: all others.
         """
         # A request that is never tested keeps its communicator, and its number, for ever.
@@ -65,7 +66,6 @@ class Gathering:
         """Exchange a message with all ranks; the wait uses no core.
 
         Args:
-            tag: The number by which it is sent.
             on_wait: Called repeatedly with the missing ranks; it may raise to end the wait.
 
         Returns:

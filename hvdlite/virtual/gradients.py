@@ -126,11 +126,9 @@ class VirtualExchange(Operation):
 
     Args:
         label: unique, and the same on all processes.
-        reduction: sum or average.
         check: compares the processes' replicas; None: they may differ.
 
     Attributes:
-        size: the number of virtual ranks.
         parameters: in the order of their registration.
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
@@ -143,10 +141,9 @@ class VirtualExchange(Operation):
         loaded: whether that was loaded from a checkpoint since.
         start: what else a step begins with, such as the values of buffers; the processes compare
             it in every step.
-        steps: None: there is no schedule.
     """
 
-    steps = None
+    steps = None  # there is no schedule
 
     def __init__(
         self,
@@ -542,12 +539,7 @@ class VirtualExchange(Operation):
             self.states[rank].load_state_dict(states[rank])
 
     def consolidate(self, process_set: ProcessSet) -> None:
-        """Give every process what the compression remembers of all virtual ranks; collective.
-
-        Raises:
-            HorovodInternalError: it is lost with ranks that died, the state that was loaded lacks
-                it, or communication failed.
-        """
+        """Give every process what the compression remembers of all virtual ranks; collective."""
         states: States = runtime.engine().run(
             "consolidate_exchange_state", None, lambda name: _Consolidation(name, self)
         )
