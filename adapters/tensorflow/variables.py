@@ -183,8 +183,8 @@ class _Rows:
     def __getitem__(self, rows: slice) -> Any:
         return to_array(read(self._variable)[rows])
 
-    def reshape(self, size: int) -> Any:
-        return to_array(read(self._variable)).reshape(size)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return to_array(read(self._variable))
 
 
 def read(variable: tf.Variable) -> tf.Tensor:

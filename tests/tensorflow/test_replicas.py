@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+from hvdlite.gradients.replicas import DEVICE_STRIDE
+from hvdlite.tensorflow import variables as module
 from tests.tensorflow.modes import each_mode, in_mode
 
 
@@ -75,6 +77,31 @@ def test_variables_that_were_never_broadcast(mode):
     for number in range(2, 4):
         step(batch(number))
     assert hvd.allgather_object(values(variables)) == [values(variables)] * hvd.size()
+
+
+@ranks(2)
+@each_mode
+def test_variables_on_an_accelerator(mode):
+    """Its rows are copied to the host; here the host stands for it."""
+    hvd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_is_on_gpu", lambda variable: True)
+        variables = make_variables(hvd.rank())
+        step = make_step(mode, variables)
+        step(batch(0))
+        with pytest.raises(hvd.MismatchError, match="2 of 2 weights differ"):
+            step(batch(1))
+        hvd.broadcast_variables(variables, root_rank=0)
+
+        def go_on():
+            for number in range(3 * DEVICE_STRIDE):
+                step(batch(number))
+
+        go_on()
+        if hvd.rank() == 1:
+            variables[0][2, 1].assign(variables[0][2, 1] + 1.0)
+        with pytest.raises(hvd.MismatchError, match=r"element \[2, 1\] of the weight 'kernel'"):
+            go_on()
 
 
 @ranks(2)
