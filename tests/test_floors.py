@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3459, "launch"),
-    "tools": (_TOOLS, 4243, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4216, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 622, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

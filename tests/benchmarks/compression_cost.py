@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.tools.bench import measurement
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave, timed
+from hvdlite.tools.bench.measurement import Contender, Ranks, interleave, timed
 from hvdlite.transport import Transport
 from hvdlite.transport.loopback import Loopback
 from tests.benchmarks.strategies import DENSE, Entry
@@ -126,8 +126,7 @@ def on_all_ranks(
     for contender in contenders:
         contender.call()
     Ranks(comm).meet()
-    limit = Limit(rounds=rounds, seconds=60.0, at_least=1)
-    found = interleave(Ranks(comm), contenders, limit)
+    found = interleave(Ranks(comm), contenders, rounds=rounds, seconds=60.0, at_least=1)
     return {name: measurement.summary(seconds) for name, seconds in found.items()}
 
 

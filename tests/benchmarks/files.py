@@ -39,7 +39,7 @@ def add_limits(parser: argparse.ArgumentParser, rounds: int, seconds: float) -> 
 
 
 def limits(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `Limit` that the options ask for."""
+    """The arguments of `rounds` that the options ask for."""
     seconds, least = (options.seconds / 10, 1) if options.quick else (options.seconds, 3)
     return {"rounds": options.rounds, "seconds": seconds, "at_least": least}
 

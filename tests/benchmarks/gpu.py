@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.tools.bench import job, measurement, report
-from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
+from hvdlite.tools.bench.measurement import Ranks, order, rounds, timed
 from hvdlite.tools.cli.arguments import positive
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
@@ -102,7 +102,7 @@ def _measure_size(
         for name, call in contenders.items():
             _check(comm, name, call, array, stream)
         rows = []
-        for turn in rounds(Ranks(comm), Limit(**limit)):
+        for turn in rounds(Ranks(comm), **limit):
             row = np.empty(len(contenders))
             for index in order(len(contenders), turn):
                 array.fill(0)  # sums stay what they are

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
 from hvdlite.tools.bench import job, measurement, report
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import Contender, Ranks, interleave
 from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli.arguments import positive
 from hvdlite.torch import benchmark
@@ -76,7 +76,7 @@ def measure(
             stack.enter_context(torch_nccl(comm, device))
             ways["ddp"] = _ddp
         records = [
-            {"transport": transport, **_measure(comm, workload, ways, Limit(**limit))}
+            {"transport": transport, **_measure(comm, workload, ways, limit)}
             for workload in workloads
         ]
     hvd.shutdown()
@@ -87,7 +87,7 @@ def _measure(
     comm: MPI.Comm,
     workload: str,
     ways: dict[str, Callable[[nn.Module], benchmark.Trained]],
-    limit: Limit,
+    limit: dict[str, Any],
 ) -> dict[str, Any]:
     job.say(comm, f"{WORKLOADS[workload].title} on {report.count_text(comm.size, 'rank')}")
     replicas = [_Replica(name, workload, comm.rank, way) for name, way in ways.items()]
@@ -97,7 +97,7 @@ def _measure(
     for replica in replicas:
         replica.steps()
     contenders = [Contender(replica.name, replica.steps) for replica in replicas]
-    times = interleave(Ranks(comm), contenders, limit)
+    times = interleave(Ranks(comm), contenders, **limit)
     times = {name: seconds / _STEPS for name, seconds in times.items()}
     others = [name for name in times if name != "alone"]
     return {

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.tools.bench import job, measurement, report
-from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
+from hvdlite.tools.bench.measurement import Ranks, order, rounds, timed
 from hvdlite.tools.cli.arguments import positive
 from tests.benchmarks import files, plots
 
@@ -61,7 +61,7 @@ def measure(
     replicas = _replicas(comm, batch)
     teams = {number: comm.Split(int(comm.rank < number), comm.rank) for number in processes}
     rows = []
-    for turn in rounds(Ranks(comm), Limit(**limit)):
+    for turn in rounds(Ranks(comm), **limit):
         job.say(comm, f"round {turn + 1}")
         row = np.zeros((len(processes), len(replicas)))
         for index in order(len(processes), turn):

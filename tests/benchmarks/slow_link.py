@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.tools.bench import job, measurement, report
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import Contender, Ranks, interleave
 from tests.benchmarks import files, traffic
 from tests.benchmarks.strategies import BY_NAME, DENSE, ON_A_SLOW_LINK, add_option
 from tests.harness.hosts import HostsUnavailableError, network_hosts
@@ -89,7 +89,7 @@ def measure(comm: Any, names: Sequence[str], limit: dict[str, Any]) -> list[dict
             before = counter.sent()
             contender.call()
         sent[contender.name] = comm.allreduce(counter.sent() - before) / comm.size
-    seconds = interleave(Ranks(comm), contenders, Limit(**limit), calls=_STEPS)
+    seconds = interleave(Ranks(comm), contenders, _STEPS, **limit)
     hvd.shutdown()
     return [
         {

@@ -1,19 +1,7 @@
 """Measurements of hvdlite beside other libraries, which ``hvdlite bench`` runs.
 
-::
-
-    job              the job that measures: a function on every rank
-    report           the facts of the machine; sizes, times and tables as text
-    workloads        the models of the training benchmark
-
-On the ranks::
-
-    measurement      contenders take turns, round by round; medians, spreads, ratios within a round
-    allreduce_ranks  sums of one array, and of many at once
-    training_ranks   training steps; `hvdlite.torch.benchmark` and `hvdlite.tensorflow.benchmark`
-                     have the models
-    compression_ranks
-                     exchanges of a model's gradients, also for `hvdlite.advise`
+What runs on the ranks is in ``*_ranks.py``; `hvdlite.torch.benchmark` and
+`hvdlite.tensorflow.benchmark` have the models.
 
 All contenders live in the same processes and take turns in an order that changes. Before each turn
 all ranks sleep until the last has arrived and then leave a barrier together; the time of a turn is

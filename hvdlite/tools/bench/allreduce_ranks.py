@@ -17,7 +17,7 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.tools.bench.job import naming, say
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, compare, interleave
+from hvdlite.tools.bench.measurement import Contender, Ranks, compare, interleave
 from hvdlite.tools.bench.report import count_text, size_text
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +76,7 @@ def measure(
     with frameworks as libraries:
         libraries = {**_libraries(comm), **libraries}
         records = [
-            _measure(comm, contenders, libraries, nbytes, tensors, Limit(**limit))
+            _measure(comm, contenders, libraries, nbytes, tensors, limit)
             for nbytes, tensors in cases
         ]
     hvd.shutdown()
@@ -89,7 +89,7 @@ def _measure(
     libraries: Mapping[str, Library],
     nbytes: int,
     tensors: int,
-    limit: Limit,
+    limit: dict[str, Any],
 ) -> dict[str, Any]:
     case = f"{tensors} x {size_text(nbytes)}" if tensors > 1 else size_text(nbytes)
     say(comm, f"{case} on {count_text(comm.size, 'rank')}")
@@ -107,7 +107,7 @@ def _measure(
         with naming(contender.name):
             _check(comm, contender)
     calls = _CALLS_IF_SMALL if tensors == 1 and nbytes <= _SMALL else 1
-    times = interleave(Ranks(comm), contenders, limit, calls)
+    times = interleave(Ranks(comm), contenders, calls, **limit)
     return {
         "case": "allreduce" if tensors == 1 else "burst",
         "ranks": comm.size,

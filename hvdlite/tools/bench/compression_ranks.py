@@ -18,7 +18,7 @@ from hvdlite.engine import Engine, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.tools.bench.job import say
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, compare, interleave
+from hvdlite.tools.bench.measurement import Contender, Ranks, compare, interleave
 from hvdlite.tools.bench.report import count_text, table, time_text
 from hvdlite.tools.bench.workloads import WORKLOADS
 
@@ -105,7 +105,7 @@ def measure(
     parameters = parameters_of(import_module(f"hvdlite.{framework}.benchmark").build(workload))
     candidates = {name: CANDIDATES[name] for name in contenders}
     exchanges = _exchanges(runtime.engine(), "bench", parameters, candidates)
-    times = interleave(Ranks(comm), exchanges, Limit(**limit))
+    times = interleave(Ranks(comm), exchanges, **limit)
     advice = _choose(comm.size, parameters, 1.0, candidates, times)
     runtime.shutdown()
     record = {
@@ -158,12 +158,13 @@ def advise(
     if engine.size == 1:
         return Advice(1, nbytes, 0.0, (), candidates[0])
     probe = _exchanges(engine, "advise: probe", [_PROBE], {"": candidates[0]})
-    (found,) = interleave(ranks, probe, Limit(_LEAST_ROUNDS, seconds, _LEAST_ROUNDS)).values()
+    limited = partial(interleave, ranks, seconds=seconds, at_least=_LEAST_ROUNDS)
+    (found,) = limited(probe, rounds=_LEAST_ROUNDS).values()
     step = float(np.median(found)) * nbytes / _PROBE.nbytes  # about as long as a dense step takes
     dense_steps = len(candidates) * (_LEAST_ROUNDS + 1)
     sampled = _sample(parameters, min(1.0, seconds / dense_steps / step))
-    limit = Limit(_MOST_ROUNDS, seconds, _LEAST_ROUNDS)
-    times = interleave(ranks, _exchanges(engine, "advise", sampled, by_name), limit)
+    exchanges = _exchanges(engine, "advise", sampled, by_name)
+    times = limited(exchanges, rounds=_MOST_ROUNDS)
     part = sum(parameter.nbytes for parameter in sampled) / nbytes
     return _choose(engine.size, parameters, part, by_name, times)
 

@@ -38,15 +38,6 @@ class Contender:
             array.fill(value)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Limit of a measurement: ``rounds``, or ``seconds`` if ``at_least`` rounds are done."""
-
-    rounds: int
-    seconds: float
-    at_least: int
-
-
 class Ranks:
     """The ranks of a communicator, which measure together; all methods are collective."""
 
@@ -79,11 +70,11 @@ def watch(seconds: float = _PATIENCE) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def rounds(ranks: Ranks, limit: Limit) -> Iterator[int]:
-    """Yield the number of each round until the limit; the first rank's clock to run out decides."""
-    end = time.monotonic() + limit.seconds
-    for done in range(limit.rounds):
-        if ranks.slowest([time.monotonic() > end and done >= limit.at_least])[0]:
+def rounds(ranks: Ranks, rounds: int, seconds: float, at_least: int) -> Iterator[int]:
+    """Yield the number of each round, for some seconds; the first clock to run out decides."""
+    end = time.monotonic() + seconds
+    for done in range(rounds):
+        if ranks.slowest([time.monotonic() > end and done >= at_least])[0]:
             return
         yield done
 
@@ -106,19 +97,20 @@ def timed(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def interleave(
-    ranks: Ranks, contenders: Sequence[Contender], limit: Limit, calls: int = 1
+    ranks: Ranks, contenders: Sequence[Contender], calls: int = 1, **limit: Any
 ) -> dict[str, Samples]:
     """Let the contenders take turns; collective.
 
     Args:
         contenders: the same on all ranks.
         calls: in a row within a turn.
+        limit: as for `rounds`.
 
     Returns:
         For each contender the seconds of one call in each round, on the slowest rank.
     """
     rows = []
-    for turn in rounds(ranks, limit):
+    for turn in rounds(ranks, **limit):
         row = np.empty(len(contenders))
         for index in order(len(contenders), turn):
             contenders[index].prepare()

@@ -12,7 +12,6 @@ from mpi4py import MPI
 from hvdlite.tools.bench.job import naming, say
 from hvdlite.tools.bench.measurement import (
     Contender,
-    Limit,
     Ranks,
     compare,
     interleave,
@@ -40,7 +39,7 @@ def measure(
     with adapter.replicas(comm, contenders, workload) as replicas:
         _warm_up(comm, replicas)
         steps = [Contender(replica.name, replica.step) for replica in replicas]
-        times = interleave(Ranks(comm), steps, Limit(**limit), chosen.steps)
+        times = interleave(Ranks(comm), steps, chosen.steps, **limit)
         for replica in replicas:
             loss = float(replica.loss)
             if not np.isfinite(loss):

@@ -12,7 +12,7 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite.engine import runtime
-from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.measurement import Contender, Ranks, interleave
 
 #: The transports to try, with the settings that lead to them.
 TRANSPORTS: dict[str, dict[str, str]] = {
@@ -94,8 +94,9 @@ def _seconds(call: Callable[[], object]) -> float:
     """Return the median time of some calls, on all ranks at once."""
     from mpi4py import MPI
 
-    limit = Limit(_MAX_ROUNDS, _SECONDS, at_least=2)
-    (times,) = interleave(Ranks(MPI.COMM_WORLD), [Contender("", call)], limit).values()
+    ranks, contenders = Ranks(MPI.COMM_WORLD), [Contender("", call)]
+    found = interleave(ranks, contenders, rounds=_MAX_ROUNDS, seconds=_SECONDS, at_least=2)
+    (times,) = found.values()
     return float(np.median(times[1:]))
 
 
