@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,10 +52,11 @@ class Step:
         is_open: whether the exchange has begun this step.
         is_converted: whether the parameters have another dtype or size than the exchange has.
         behind: gradients that hooks of others come to later.
-        repeated: messages about gradients that arrived too often.
-        complete: the number of buckets that have all their gradients.
+        order: in which gradients have arrived, if it is recorded.
+        tasks: the backward passes at whose end what has arrived is sent.
+        is_stale: whether all gradients without hooks were there before the backward pass.
         taken: the gradients that were copied, or are to be.
-        versions: of those, as they were then.
+        versions: of those, as they were then, in the same order.
         samples: the first elements of those that have no complete copy.
         kinds: of those that are sparse, as in the metadata of buckets.
         zero_copied: the addresses of those of which a part is exchanged without a copy.
@@ -69,10 +70,11 @@ class Step:
         self.passes = [0] * count
         self.is_open = self.is_converted = False
         self.behind: list[int] = []
-        self.repeated: list[str] = []
-        self.complete = 0
+        self.order: list[int] = []
+        self.tasks: set[int] = set()
+        self.is_stale = False
         self.taken: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}
+        self.versions: list[int] = []
         self.samples: dict[int, torch.Tensor] = {}
         self.kinds: dict[int, int] = {}
         self.zero_copied: dict[int, int] = {}
@@ -81,10 +83,10 @@ class Step:
         self.sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
         self.sparse_errors: list[Exception] = []
 
-    def take(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Record the versions of gradients; those after the last number are ignored."""
-        self.taken.update(zip(numbers, gradients, strict=False))
-        self.versions.update(zip(numbers, map(_version, gradients), strict=False))
+    def take(self, gradients: Mapping[int, Any]) -> None:
+        """Record gradients that have not been recorded in this step, and their versions."""
+        self.taken.update(gradients)
+        self.versions += map(_version, gradients.values())
 
 
 class GradientBuffers:
@@ -187,25 +189,29 @@ class GradientBuffers:
         """Release the old memory of gradients so that autograd can reuse it."""
         self._kept.clear()
 
-    def copy(self, step: Step, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their slots, if they have any; return all of them."""
-        parameters = self._parameters
-        gradients: list[Any] = [parameters[number].grad for number in numbers]
-        try:
-            plain = set(map(_layout, gradients)) == _STRIDED
-        except AttributeError:  # of None
-            missing = [n for n in numbers if parameters[n].grad is None]
-            raise RuntimeError(self.describe_missing(missing)) from None
-        slots, copied = [*map(self._slots.__getitem__, numbers)], gradients
-        if not plain or self._exchange.sparse_parameters:
-            slots, copied = self._densify(step, dict(zip(numbers, gradients, strict=True)))
+    def find(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Return gradients that have been computed.
+
+        Raises:
+            RuntimeError: they have gone since.
+        """
+        found = {number: self._parameters[number].grad for number in numbers}
+        if missing := [number for number, each in found.items() if each is None]:
+            raise RuntimeError(self.describe_missing(missing))
+        return found
+
+    def copy(self, step: Step, gradients: Mapping[int, Any]) -> None:
+        """Copy gradients into their slots, if they have any."""
+        copied = [*gradients.values()]
+        slots = [*map(self._slots.__getitem__, gradients)]
+        if {*map(_layout, copied)} != _STRIDED or self._exchange.sparse_parameters:
+            slots, copied = self._densify(step, gradients)
         if copied:
             with torch.no_grad():
                 torch._foreach_copy_(slots, copied)
-        return gradients
 
     def _densify(
-        self, step: Step, gradients: dict[int, Any]
+        self, step: Step, gradients: Mapping[int, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Set sparse gradients aside, or make them dense; return slots and what to copy there."""
         dense = {}
@@ -235,7 +241,7 @@ class GradientBuffers:
         if self._can_skip_copy(step, number, gradient):
             self._send_zero_copy(step, number, gradient)
         else:
-            self.copy(step, [number])
+            self.copy(step, {number: gradient})
 
     def copies(self, step: Step, number: int) -> Copies | None:
         """Return the copies of a gradient of this step, if it has a slot and no planted fault."""
@@ -453,11 +459,12 @@ class ChangeDetector:
         versions = [*map(_version, taken.values())]
         # All at once: nearly always they are the same, among hundreds.
         same = all(map(operator.is_, now, taken.values()))
-        if not same or versions != [*step.versions.values()]:
+        if not same or versions != step.versions:
+            before = dict(zip(taken, step.versions, strict=True))
             changed = [
                 number
                 for number, gradient in sorted(taken.items(), key=_number)
-                if (gradients[number] is not gradient or gradient._version != step.versions[number])
+                if (gradients[number] is not gradient or gradient._version != before[number])
                 and self._differs(step, number, copies(step, number))
             ]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
@@ -22,15 +24,16 @@ from hvdlite.observe import timeline
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.sparse import start_reduction, zero_gradient
-from hvdlite.torch.tensors import properties_of
+from hvdlite.torch.tensors import places_of, properties_of
 
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
     from hvdlite.torch.reducer import Reducer
 
-# After this many steps in which its C hooks did not suffice, a bucket uses Python hooks only.
+# After so many steps in which a bucket left late, since another gradient came last than the one
+# that has a hook, all of its gradients have hooks.
 _MAX_MISSES = 3
-# With fewer gradients than this a bucket has no C hooks: they would not pay.
+# Fewer gradients than this keep their hooks: to do without would not pay.
 _FEWEST = 4
 
 #: What to do where a loss passes through the layers of two optimizers.
@@ -39,7 +42,7 @@ FREEZE = (
     "one's parameters by requires_grad_(False)"
 )
 
-_gradient_of, _has_begun = attrgetter("grad"), attrgetter("has_begun")
+_gradient_of = attrgetter("grad")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
@@ -50,62 +53,49 @@ _hooks = WeakTensorKeyDictionary()
 class BucketHooks:
     """The gradients of one bucket that have arrived in the current step, and their hooks.
 
-    At first each gradient has a Python hook. After a step in which all have arrived, the small ones
-    have a C function as their hook, ``unseen.append``, except for the last one: its Python hook
-    finds that all are there. A Python hook takes twice as long, and evicts the backward pass from
-    the processor's caches besides. On a device the hook is a function that also records the stream.
+    The small ones have no hooks, but for the first and the last that arrive: a hook in Python takes
+    several times as long as the exchange of a small gradient, and evicts the backward pass from the
+    processor's caches. They are found in ``grad`` when the last hook comes, or at the end of the
+    backward pass. On a device they have a short hook, which records the stream.
 
     Args:
         members: of the bucket, by number.
-        small: those members that need no copy as soon as they arrive.
+        spared: those that need no hook, if the order of their arrival is known or does not matter.
 
     Attributes:
-        seen: those that a Python hook has recorded and that have not been sent, by number.
-        unseen: the parameters whose C hooks were called and whose gradients have not been sent.
-        c_hooks: the members with C hooks in this step.
-        awaited: the number of members that no Python hook has recorded.
+        bare: the members that have no hook in this step.
+        pending: those of them whose gradients have not been found yet.
+        seen: those that a hook has recorded and that have not been sent.
+        awaited: the number of members whose hooks have not been called.
+        misses: the number of steps in which all arrived, but another one last.
         streams: of a device, on which gradients have arrived.
     """
 
-    def __init__(self, members: Sequence[int], small: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[int], spared: Sequence[int]) -> None:
         self.members = members
-        self._small = small
-        self.unseen: list[torch.Tensor] = []
+        self.spared = spared if len(spared) >= _FEWEST else []
+        self.bare: list[int] = []
+        self.misses = 0
         self.streams: set[int] = set()
-        self.c_hooks: list[int] = []
-        self._misses = 0
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
         self.seen: list[int] = []
-        self.unseen.clear()
-        self.awaited = len(self.members)
+        self.pending = self.bare
+        self.awaited = len(self.members) - len(self.bare)
         self.streams.clear()
-        self._last: int | None = None
 
     @property
-    def has_begun(self) -> bool:
-        """Return whether there is something to send."""
-        return bool(self.seen or self.unseen)
+    def lacks_any(self) -> bool:
+        """Return whether gradients have not arrived, or not been found."""
+        return bool(self.awaited or self.pending)
 
     def record(self, number: int) -> bool:
-        """Record a gradient; return whether all have arrived."""
+        """Record a gradient; return whether it is the last that has a hook."""
         self.seen.append(number)
         self.awaited -= 1
-        if self.awaited > len(self.unseen):
-            return False
-        self._last = number
-        return True
-
-    def choose_c_hooks(self) -> list[int]:
-        """Return the members that should have C hooks in the next step, judging by this one."""
-        if self._last is None:  # some did not arrive, or the last one has a C hook
-            self._misses += bool(self.c_hooks)
-            return []
-        if self.c_hooks or self._misses >= _MAX_MISSES or len(self._small) < _FEWEST:
-            return self.c_hooks
-        return [number for number in self._small if number != self._last]
+        return not self.awaited
 
 
 class GradientHooks:
@@ -128,21 +118,23 @@ class GradientHooks:
         self._reducer: Reducer = weakref.proxy(reducer)
         self.parameters = members = list(parameters)
         self._names = names = [reducer.names[parameter] for parameter in members]
-        self._properties = properties_of(members)
+        self._properties, self._places = properties_of(members), places_of(members)
         self._memory = memory
         self._check = reducer.make_check(members)  # it counts on in a new world
         self._buffers = GradientBuffers(members, memory, reducer.sparse_as_dense, names)
         self._step = Step(len(members))
         self._changes = ChangeDetector(memory)
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
         self._arrival = threading.RLock()
         self._takes_over = False  # from an optimizer that may still be used
-        self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
-        self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
+        # When gradients arrive: in the reverse order of their registration, until it is known.
+        self._turns = [*reversed(range(len(members)))]
+        self._bare: frozenset[int] = frozenset()
+        self._is_watching = False  # of a model whose gradients come unforeseen, all have hooks
+        self._handles: list[Any] = []
+        self.restart()
         handles = self._handles
         weakref.finalize(self, lambda: [each.remove() for each in handles]).atexit = False
-        self.restart()
 
     def remove(self) -> None:
         """Remove this object's hooks."""
@@ -165,85 +157,75 @@ class GradientHooks:
         return (
             self.exchange.in_flight
             or bool(self._step.behind)
-            or any(map(_has_begun, self._bucket_hooks))
+            or any(each.seen for each in self._bucket_hooks)
         )
 
     # Registration
 
     def _find_buffers(self) -> None:
         self._buffers.connect(self.exchange)
-        plan = self.exchange.buckets.plan
-        self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
-        for bucket_hooks in self._bucket_hooks:
-            self._set_c_hooks(bucket_hooks, [])
-        self._bucket_hooks = [
-            BucketHooks(members, [n for n in members if not self._buffers.large[n]])
-            for members in plan
-        ]
+        self._plan_hooks()
 
-    def _register(self, number: int, hook: Callable[[torch.Tensor], None]) -> Any:
+    def _plan_hooks(self) -> None:
+        """Choose the small gradients of each bucket, but for the first and the last, to be bare."""
+        large, turn, plan = self._buffers.large, self._turns.__getitem__, self.exchange.buckets.plan
+        self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
+        self._bucket_hooks = []
+        for members in plan:
+            ends = {min(members, key=turn), max(members, key=turn)}
+            spared = [n for n in members if not large[n] and n not in ends]
+            self._bucket_hooks.append(BucketHooks(members, spared))
+        self._spared = frozenset[int]().union(*(each.spared for each in self._bucket_hooks))
+        self._set_bare(self._bare)
+
+    def _set_bare(self, bare: frozenset[int]) -> None:
+        self._bare = bare
+        for bucket_hooks in self._bucket_hooks:
+            bucket_hooks.bare = [n for n in bucket_hooks.spared if n in bare]
+            bucket_hooks.begin_step()
+
+    def _change_hooks(self) -> None:
+        """Let those gradients have hooks that need them in the next step."""
+        bare = self._spared if self._may_spare_hooks() else frozenset[int]()
+        if self._handles and bare == self._bare:
+            return
+        numbers: Iterable[int] = bare ^ self._bare
+        if not self._handles:
+            numbers = range(len(self.parameters))
+            self._handles += [None for _ in numbers]
+        for number in numbers:
+            if self._handles[number] is None or self._has_hook(number):
+                self._hook(number, number in bare)
+        self._set_bare(bare)
+
+    def _has_hook(self, number: int) -> bool:
+        """Return whether a parameter's hook is this object's, and not a later optimizer's."""
+        return _hooks.get(self.parameters[number]) is self._handles[number]
+
+    def _hook(self, number: int, is_bare: bool = False) -> None:
+        """Give a parameter its hook, behind all others, in the place of the one that it has."""
         parameter = self.parameters[number]
         if parameter in _hooks:
             _hooks[parameter].remove()
             owner = _hooks[parameter].owner()
             self._takes_over = self._takes_over or owner not in (None, self)
-        frozen = not parameter.requires_grad
-        if frozen:  # torch takes no hooks then, but keeps those it has
-            parameter.requires_grad_(True)
-        handle: Any = parameter.register_post_accumulate_grad_hook(hook)
-        if frozen:
-            parameter.requires_grad_(False)
+        handle: Any = RemovableHandle(OrderedDict())
+        if not is_bare or self._memory is not None:
+            frozen = not parameter.requires_grad
+            if frozen:  # torch takes no hooks then, but keeps those it has
+                parameter.requires_grad_(True)
+            hook = partial(_record_stream if is_bare else _on_gradient, weakref.ref(self), number)
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            if frozen:
+                parameter.requires_grad_(False)
         handle.owner = weakref.ref(self)
-        _hooks[parameter] = handle
-        return handle
+        self._handles[number] = _hooks[parameter] = handle
 
-    def _set_c_hooks(self, bucket_hooks: BucketHooks, chosen: list[int]) -> None:
-        """Give some members of a bucket C hooks, and the others Python hooks."""
-        before, bucket_hooks.c_hooks = bucket_hooks.c_hooks, chosen
-        for number in {*before} ^ {*chosen}:
-            self._replace(number, self._short_hook(bucket_hooks) if number in chosen else None)
-
-    def _replace(self, number: int, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """Register a hook, or the Python hook, behind all others, in the place of this one's."""
-        if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
-            self._handles[number] = self._register(number, hook or self._python_hooks[number])
-
-    def _short_hook(self, bucket_hooks: BucketHooks) -> Callable[[torch.Tensor], None]:
-        append = bucket_hooks.unseen.append
-        if self._memory is None:
-            return append
-        stream, add = self._memory.stream, bucket_hooks.streams.add
-
-        @untraced
-        def on_gradient(parameter: torch.Tensor) -> None:
-            append(parameter)
-            add(stream())
-
-        return on_gradient
-
-    def _allows_c_hooks(self) -> bool:
-        """Return whether gradients may arrive without a Python hook that looks at each."""
+    def _may_spare_hooks(self) -> bool:
+        """Return whether gradients may arrive without a hook that looks at each."""
         passes_once = self._reducer.passes_per_step == 1
-        return passes_once and timeline.current is None and not self._changes.compares_all
-
-    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        reference = weakref.ref(self)
-
-        @untraced
-        def on_gradient(parameter: torch.Tensor) -> None:
-            hooks = reference()
-            if hooks is None:  # its optimizer is gone
-                return
-            if not hooks._step.is_open:
-                hooks.exchange.wait_for_order()
-            try:
-                with hooks._arrival:  # backward passes may run in several threads
-                    hooks._on_gradient(number)
-            finally:
-                if deferred:
-                    leave()
-
-        return on_gradient
+        learns = self.exchange.learns_order and self.exchange.buckets.overlaps
+        return passes_once and not learns and not self._is_watching and timeline.current is None
 
     # The backward pass
 
@@ -264,8 +246,6 @@ class GradientHooks:
             else:
                 with timeline.span("step", timeline.HOOK, tensor=self._names[number]):
                     self._take(number)
-            if step.repeated:
-                raise RuntimeError(step.repeated[0])
         elif passes > reducer.passes_per_step:
             raise RuntimeError(self._too_often(number))
 
@@ -298,9 +278,21 @@ class GradientHooks:
         self._buffers.begin_step()
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
-        self._step.is_converted = properties_of(self.parameters) != self._properties
+        bare = itertools.chain.from_iterable(each.bare for each in self._bucket_hooks)
+        self._step.is_stale = all(self.parameters[n].grad is not None for n in bare)
+        self._step.is_converted = self._are_converted()
         if self._step.is_converted:
             self.exchange.mark_converted()
+
+    def _are_converted(self) -> bool:
+        """Return whether the parameters have other properties than the exchange has, fast."""
+        places = places_of(self.parameters)
+        if places and places == self._places:
+            return False
+        if properties_of(self.parameters) != self._properties:
+            return True
+        self._places = places
+        return False
 
     def _take(self, number: int) -> None:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
@@ -314,78 +306,92 @@ class GradientHooks:
         step = self._step
         if step.is_converted:
             return
-        index = self._bucket_of[number]
+        self._call_at_end()
+        index, overlaps = self._bucket_of[number], self.exchange.buckets.overlaps
+        learns = overlaps and self._changes.steps == 0
         if self._buffers.large[number]:
             self._buffers.write_large(step, number)
-        elif self._changes.steps == 0:
+        elif learns:
             if self._memory is not None:
                 self.exchange.buckets.all[index].order_writes()
-            self._buffers.copy(step, [number])
-        step.take([number], [gradient])
-        if self._changes.steps == 0:  # its exact order is recorded
+            self._buffers.copy(step, {number: gradient})
+        step.take({number: gradient})
+        if learns:  # the exact order
+            step.order.append(number)
             self._mark([number])
             return
         bucket_hooks = self._bucket_hooks[index]
         if self._memory is not None:
             bucket_hooks.streams.add(self._memory.stream())
-        if bucket_hooks.record(number):
-            step.complete += 1
-            if self.exchange.buckets.overlaps:
-                self._send([index])
-            elif step.complete == len(self._bucket_hooks):
-                # No bucket leaves before: all at once disturbs the backward pass least.
-                self._send(range(step.complete))
+        if bucket_hooks.record(number) and overlaps:
+            self._send([index])
 
-    def _send(self, indices: Iterable[int]) -> None:
+    def _call_at_end(self) -> None:
+        """Send what has arrived when the backward pass that runs now has ended."""
+        step, task = self._step, torch._C._current_graph_task_id()
+        if task != -1 and task not in step.tasks:
+            step.tasks.add(task)
+            on_end = partial(_on_end, weakref.ref(self), step)
+            torch.autograd.Variable._execution_engine.queue_callback(on_end)
+
+    @uninterrupted
+    def _on_end(self) -> None:
+        late = [each for each in self._bucket_hooks if each.seen or each.pending]
+        self._send(range(len(self._bucket_hooks)))
+        if self.exchange.buckets.overlaps:
+            for bucket_hooks in late:
+                bucket_hooks.misses += not bucket_hooks.lacks_any
+                if bucket_hooks.misses == _MAX_MISSES:
+                    self._spared -= {*bucket_hooks.spared}
+
+    def _send(self, indices: Iterable[int], is_last: bool = False) -> None:
         """Copy the gradients of some buckets that have not been copied yet, and mark all.
 
         Buckets that have been sent in this step are left out.
+
+        Args:
+            is_last: whether all gradients that are there belong to this step.
         """
-        step, sent = self._step, []
-        small, unseen = list[int](), list[int]()
+        step, sent = self._step, dict[int, list[int]]()
+        small, found = list[int](), dict[int, Any]()
+        finds = is_last or not step.is_stale
         for index in indices:
             bucket_hooks = self._bucket_hooks[index]
-            if not bucket_hooks.has_begun:
+            here = self._find_bare(bucket_hooks) if finds and bucket_hooks.pending else {}
+            if not (here or bucket_hooks.seen):
                 continue
-            sent.append(index)
+            sent[index] = [*bucket_hooks.seen, *here]
             if self._memory is not None:
                 name = self._names[bucket_hooks.members[0]]
                 self._memory.check_not_capturing(f"the gradient of {name!r}")
                 self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
-            if bucket_hooks.unseen:
-                unseen += self._take_unseen(bucket_hooks)
+            found.update(here)
             small += itertools.filterfalse(self._buffers.large.__getitem__, bucket_hooks.seen)
-        if small or unseen:
-            gradients = self._buffers.copy(step, unseen + small)
-            if unseen:
-                step.take(unseen, gradients)
-        for index in sent:
-            bucket_hooks = self._bucket_hooks[index]
-            if bucket_hooks.awaited or step.kinds or self.exchange.learns_order:
-                self._mark(
-                    [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
-                )
-            else:
-                self.exchange.mark_bucket(index)
             bucket_hooks.seen = []
+        if small or found:
+            self._buffers.copy(step, {**found, **self._buffers.find(small)})
+            step.take(found)
+        for index, numbers in sent.items():
+            is_whole = len(numbers) == len(self._bucket_hooks[index].members)
+            if is_whole and not step.kinds and not self.exchange.learns_order:
+                self.exchange.mark_bucket(index)
+            else:
+                self._mark(numbers)
+
+    def _find_bare(self, bucket_hooks: BucketHooks) -> dict[int, Any]:
+        """Return the gradients of members without hooks that are there, and were not before."""
+        numbers, bucket_hooks.pending = bucket_hooks.pending, []
+        found = dict(
+            zip(numbers, map(_gradient_of, map(self.parameters.__getitem__, numbers)), strict=True)
+        )
+        if type(None) in {*map(type, found.values())}:
+            bucket_hooks.pending = [n for n in numbers if found[n] is None]
+            found = {n: each for n, each in found.items() if each is not None}
+        return found
 
     def _mark(self, numbers: Sequence[int]) -> None:
         self.exchange.mark(kinds={n: self._step.kinds.get(n, DENSE) for n in numbers})
-
-    def _take_unseen(self, bucket_hooks: BucketHooks) -> list[int]:
-        """Return the members whose C hooks were called; each has been once, or too often."""
-        count, numbers = len(bucket_hooks.unseen), bucket_hooks.c_hooks
-        if not count == len(numbers) == len(set(map(id, bucket_hooks.unseen))):
-            arrived = [self._numbers[id(parameter)] for parameter in bucket_hooks.unseen]
-            numbers = list(dict.fromkeys(arrived))
-            if len(numbers) < count:
-                self._step.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
-        if type(None) in {*map(type, map(_gradient_of, bucket_hooks.unseen))}:
-            numbers = [*itertools.filterfalse(self._is_undefined, numbers)]
-        bucket_hooks.unseen.clear()
-        bucket_hooks.awaited -= len(numbers)
-        return numbers
 
     # The end of a step
 
@@ -393,7 +399,7 @@ class GradientHooks:
         """Send the gradients that no hook has sent.
 
         Returns:
-            Messages about gradients that arrived too often, or were changed after their hook.
+            Messages about gradients that have gone, or were changed after their hook.
         """
         if not self._step.is_open:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
@@ -402,7 +408,7 @@ class GradientHooks:
         if step.is_converted:
             return []
         for index, bucket_hooks in enumerate(self._bucket_hooks):
-            if bucket_hooks.awaited or bucket_hooks.seen:
+            if bucket_hooks.seen or bucket_hooks.lacks_any:
                 self._send_incomplete(index)
         if step.behind:
             missing = [number for number in step.behind if step.gradients[number] is None]
@@ -410,9 +416,8 @@ class GradientHooks:
                 return [self._buffers.describe_missing(missing)]
         changed = self._changes.find(step, self._buffers.copies)
         if not changed:
-            return step.repeated
+            return []
         return [
-            *step.repeated,
             f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
             "was being exchanged, and the change would be lost; to clip, call "
             "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_; "
@@ -423,13 +428,17 @@ class GradientHooks:
     def _send_incomplete(self, index: int) -> None:
         """Send the gradients of a bucket of which some are missing."""
         bucket_hooks = self._bucket_hooks[index]
-        unseen = {self._numbers[id(parameter)] for parameter in bucket_hooks.unseen}
-        for number in bucket_hooks.members:
-            taken = number in unseen or number in self._step.taken
-            if not taken and self.parameters[number].grad is not None:
+        for number in {*bucket_hooks.members} - {*bucket_hooks.bare}:
+            if number not in self._step.taken and self.parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
-        if bucket_hooks.has_begun:
-            self._send([index])
+        pending = len(bucket_hooks.pending)
+        self._send([index], is_last=True)
+        # Their hooks would have recorded them, or found that others have dropped them.
+        if len(bucket_hooks.pending) < pending or any(
+            len(_hooks_of(self.parameters[n]) or ()) > (self._memory is not None)
+            for n in bucket_hooks.pending
+        ):
+            self._is_watching = True
 
     def finish(self, samples: int | None = None) -> None:
         """Wait for the exchange, and give the averages to the parameters.
@@ -495,21 +504,68 @@ class GradientHooks:
         """Reset the counts of backward passes."""
         self._step = Step(len(self.parameters))
         self._buffers.release()
-        if not self._allows_c_hooks():
-            for bucket_hooks in self._bucket_hooks:
-                self._set_c_hooks(bucket_hooks, [])
+        if not self._may_spare_hooks():
+            self._change_hooks()
 
     def _begin_step(self) -> None:
-        allowed = self._allows_c_hooks()
+        for bucket_hooks in self._bucket_hooks:
+            bucket_hooks.begin_step()
+        if self._step.order:
+            for turn, number in enumerate(self._step.order):
+                self._turns[number] = turn - len(self._turns)  # before those that did not arrive
+            self._plan_hooks()
         if torch._C._current_graph_task_id() == -1:  # else it is one of the others that steps
             for number in self._step.behind:  # from now on behind the others
-                self._replace(number, None)
-        for bucket_hooks in self._bucket_hooks:
-            chosen = bucket_hooks.choose_c_hooks() if allowed else []
-            if chosen != bucket_hooks.c_hooks:
-                self._set_c_hooks(bucket_hooks, chosen)
-            bucket_hooks.begin_step()
+                if self._has_hook(number):
+                    self._hook(number)
+            self._change_hooks()
         self._step = Step(len(self.parameters))
+
+
+@untraced
+def _on_gradient(
+    reference: weakref.ref[GradientHooks], number: int, parameter: torch.Tensor
+) -> None:
+    """Take a gradient: the hook of a parameter."""
+    hooks = reference()
+    if hooks is None:  # its optimizer is gone
+        return
+    if not hooks._step.is_open:
+        hooks.exchange.wait_for_order()
+    try:
+        with hooks._arrival:  # backward passes may run in several threads
+            hooks._on_gradient(number)
+    finally:
+        if deferred:
+            leave()
+
+
+@untraced
+def _record_stream(
+    reference: weakref.ref[GradientHooks], number: int, parameter: torch.Tensor
+) -> None:
+    """Record the stream of a gradient on a device: the hook of a parameter that needs no other."""
+    hooks = reference()
+    if hooks is not None and hooks._memory is not None:
+        bucket_hooks = hooks._bucket_hooks[hooks._bucket_of[number]]
+        bucket_hooks.streams.add(hooks._memory.stream())
+
+
+@untraced
+def _on_end(reference: weakref.ref[GradientHooks], step: Step) -> None:
+    """End a backward pass of a step, unless that has ended since.
+
+    A pass within another, as for checkpoints of activations, is not the end.
+    """
+    hooks = reference()
+    if hooks is None or hooks._step is not step or torch._C._current_autograd_node() is not None:
+        return
+    try:
+        with hooks._arrival:
+            hooks._on_end()
+    finally:
+        if deferred:
+            leave()
 
 
 def remove_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,9 @@ class Reducer:
         self._complaints: list[str] = []  # about gradients, once all exchanges have ended
         self._trained: Sequence[torch.Tensor] = []
         self._has_new = False  # parameters among these that are not attached
+        # Those of the optimizer in the last step, which were all attached, and which are trained.
+        self._members: list[torch.Tensor] = []
+        self._flags: list[bool] = []
         self._attached: set[int] = set()  # by id; the hooks keep them alive
         self._lost: set[int] = set()  # those that are detached after this step
 
@@ -113,10 +117,16 @@ class Reducer:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         members = [*itertools.chain.from_iterable(map(_params, groups))]
-        trained = [*filter(_requires_grad, members)]
+        flags = [*map(_requires_grad, members)]
+        is_known = flags == self._flags and all(map(operator.is_, members, self._members))
+        if is_known and len(members) == len(self._members):
+            return []
+        trained = [*itertools.compress(members, flags)]
         self._lost = self._attached.difference(map(id, members))
         if not self._lost and self._attached.issuperset(map(id, trained)):
+            self._members, self._flags = members, flags
             return []
+        self._flags = []
         fresh = [each for each in trained if id(each) not in self._attached]
         lost = [name for each, name in self.names.items() if id(each) in self._lost]
         return [
@@ -156,6 +166,7 @@ class Reducer:
             hooks.remove()
             self._hooks.remove(hooks)
             self._attached.difference_update(map(id, hooks.parameters))
+        self._flags = []
         self.averaged = False
 
     @property

@@ -173,10 +173,9 @@ def on_current_stream(result: Any) -> Any:
 
 
 # Since torch 2.10 gradients may be of another dtype than their parameter.
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-_properties = operator.attrgetter(
-    "dtype", "is_cuda", "shape", *(["grad_dtype"] if _HAS_GRAD_DTYPE else [])
-)
+_GRADIENT_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
+_gradient_dtype = operator.attrgetter(_GRADIENT_DTYPE)
+_properties = operator.attrgetter("dtype", "is_cuda", "shape", _GRADIENT_DTYPE)
 
 
 def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -184,9 +183,19 @@ def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [*map(_properties, tensors)]
 
 
+def places_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what changes whenever `properties_of` does, in a third of its time; or nothing."""
+    try:
+        places: list[Any] = [*map(torch.Tensor.data_ptr, tensors)]
+    except RuntimeError:  # a class of tensors without memory of their own
+        return []
+    return [*places, *map(_gradient_dtype, tensors)]
+
+
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of a parameter's gradients; None: they may be of any."""
-    return parameter.grad_dtype if _HAS_GRAD_DTYPE else parameter.dtype
+    dtype: torch.dtype | None = _gradient_dtype(parameter)
+    return dtype
 
 
 def share(tensor: torch.Tensor, lane: Lane) -> bool:

@@ -337,7 +337,7 @@ def test_gradients_that_come_on_several_streams(run):
         short_hooks = []
         for _ in range(5):
             buckets = optimizer._reducer._hooks[0]._bucket_hooks
-            short_hooks.append(sum(len(bucket.c_hooks) for bucket in buckets))
+            short_hooks.append(sum(len(bucket.bare) for bucket in buckets))
             optimizer.zero_grad()
             sum(parameter.sum() for parameter in parameters).backward()
             memory.current = memory.main
