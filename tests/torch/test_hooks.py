@@ -216,7 +216,7 @@ def test_a_second_backward_pass_through_a_part_is_refused(part):
 
 @ranks(2)
 def test_backward_passes_that_no_hook_sees():
-    """Of a layer whose gradients have no hooks: they add up, as in one process."""
+    """Gradients that have no hooks add up, as in one process."""
     with hurried() as training:
         weight, other = training.model.second[0].weight, training.model.second[1].weight
         for number, bare in enumerate((14, 0)):
