@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1982, "collectives"),
     "gradients": (7, 3303, "gradients"),
     "recipe": (7, 2457, "recipe"),
-    "torch": (8, 6060, "torch"),
+    "torch": (8, 6089, "torch"),
     "tensorflow": (8, 2923, "tensorflow"),
     "keras": (9, 2349, "keras tensorflow.keras"),
     "elastic": (
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 502, "horovod"),
     "launch": (_BESIDE, 3459, "launch"),
     "tools": (_TOOLS, 4216, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 622, "common"),
+    "facade": (_FACADE, 577, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

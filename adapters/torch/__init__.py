@@ -22,35 +22,11 @@ from hvdlite import (
 from hvdlite.base import float16 as _float16
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.recipe.seeding import seed_too as _seed_too
-from hvdlite.torch.collectives import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    join,
-    reducescatter,
-    reducescatter_async,
-)
+from hvdlite.torch import collectives, groups
+from hvdlite.torch.collectives import *  # noqa: F403
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.dynamo import untrace_all as _untrace_all
-from hvdlite.torch.groups import (
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-)
+from hvdlite.torch.groups import *  # noqa: F403
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.sampler import ShardSampler, ShardStream
@@ -82,31 +58,10 @@ else:
 __all__ = [
     *common.names,
     # collectives
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "allgather",
-    "allgather_async",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "alltoall",
-    "alltoall_async",
-    "reducescatter",
-    "reducescatter_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
+    *collectives.__all__,
+    *groups.__all__,
     "broadcast_object",
     "allgather_object",
-    "join",
     "sparse_allreduce_async",
     "barrier",
     "poll",

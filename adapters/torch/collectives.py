@@ -33,6 +33,24 @@ from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submi
 from hvdlite.torch.persistent import allreduce_in_place, memory_of
 from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "allgather",
+    "allgather_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "alltoall",
+    "alltoall_async",
+    "reducescatter",
+    "reducescatter_async",
+    "join",
+]
+
 
 def allreduce_async(
     tensor: torch.Tensor,

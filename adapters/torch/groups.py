@@ -25,6 +25,17 @@ from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submi
 from hvdlite.torch.persistent import memory_of
 from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
+__all__ = [
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+]
+
 
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
