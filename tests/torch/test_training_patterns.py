@@ -260,6 +260,25 @@ def test_steps_in_the_backward_pass():
 
 
 @ranks(2)
+def test_a_step_in_the_hook_of_the_last_gradient():
+    """At the end of the pass, gradients that have no hooks belong to no step."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+
+        def step(parameter):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        next(model.parameters()).register_post_accumulate_grad_hook(step)
+        for number in range(STEPS):
+            square(model, part(data_of(number))).backward()
+
+    check_alike(train, make_deep_model)
+
+
+@ranks(2)
 def test_backward_passes_in_two_threads_at_once():
     def train(models, wrap, part):
         parameters = [each for model in models for each in model.parameters()]
