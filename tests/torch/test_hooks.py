@@ -11,6 +11,7 @@ from tests.harness import ranks
 pytest.importorskip("torch")
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hvdlite.torch as hvd
 from hvdlite.observe import timeline
@@ -38,8 +39,8 @@ class Branches(torch.nn.Module):
 class Training:
     """A model, trained by all ranks, and what one process would make of it."""
 
-    def __init__(self, **arguments):
-        self.model, self.reference = Branches(), Branches()
+    def __init__(self, make=Branches, **arguments):
+        self.model, self.reference = make(), make()
         self.optimizer = hvd.DistributedOptimizer(
             self._sgd(self.model), self.model.named_parameters(), op=hvd.Average, **arguments
         )
@@ -232,6 +233,23 @@ def test_backward_passes_that_no_hook_sees():
         with pytest.raises(RuntimeError, match="was computed more than 1 times"):
             weight.sum().backward()
         hvd.barrier()
+
+
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})
+def test_a_layer_of_two_checkpoints():
+    """Its gradient is complete when the pass ends, and not when a pass within that does."""
+
+    class Repeated(Branches):
+        def forward(self, x, branches):
+            for number in (2, 0, 2):  # the one in between has a hook
+                x = checkpoint(self.first[number], x.requires_grad_(), use_reentrant=True)
+            return super().forward(x, branches)
+
+    hvd.init()
+    training = Training(Repeated)
+    for _ in range(4):
+        training.step("second")
+        assert sum(training.bare) == 14
 
 
 @ranks(2)

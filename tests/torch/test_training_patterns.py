@@ -261,18 +261,15 @@ def test_steps_in_the_backward_pass():
 
 @ranks(2)
 def test_a_step_in_the_hook_of_the_last_gradient():
-    """At the end of the pass, gradients that have no hooks belong to no step."""
+    """At the end of the pass the averages are there, which belong to no other step."""
 
     def train(models, wrap, part):
         (model,) = models
         optimizer = wrap(sgd(model))
 
-        def step(parameter):
-            optimizer.step()
-            optimizer.zero_grad()
-
-        next(model.parameters()).register_post_accumulate_grad_hook(step)
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
         for number in range(STEPS):
+            optimizer.zero_grad()
             square(model, part(data_of(number))).backward()
 
     check_alike(train, make_deep_model)
