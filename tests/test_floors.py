@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 503, "horovod"),
-    "launch": (_BESIDE, 3459, "launch"),
+    "launch": (_BESIDE, 3462, "launch"),
     "tools": (_TOOLS, 4289, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
