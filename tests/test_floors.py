@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 503, "horovod"),
     "launch": (_BESIDE, 3462, "launch"),
-    "tools": (_TOOLS, 4289, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4295, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 718, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
