@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2462, "recipe"),
     "torch": (8, 5977, "torch"),
     "tensorflow": (8, 2895, "tensorflow"),
-    "keras": (9, 2344, "keras tensorflow.keras"),
+    "keras": (9, 2355, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2721,
