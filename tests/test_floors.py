@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2457, "recipe"),
     "torch": (8, 6089, "torch"),
     "tensorflow": (8, 2923, "tensorflow"),
-    "keras": (9, 2349, "keras tensorflow.keras"),
+    "keras": (9, 2355, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2637,
@@ -46,9 +46,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         1284,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
-    "horovod": (_BESIDE, 502, "horovod"),
-    "launch": (_BESIDE, 3459, "launch"),
-    "tools": (_TOOLS, 4216, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "horovod": (_BESIDE, 503, "horovod"),
+    "launch": (_BESIDE, 3462, "launch"),
+    "tools": (_TOOLS, 4222, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 577, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -128,7 +128,18 @@ class ShardedData(keras.utils.PyDataset):
         return (*batch[:2], keras.tree.map_structure(lambda each: each * factor, given))
 
     def begin_fit(self, steps_per_epoch: int | None, per_call: int) -> None:
-        """Begin a ``fit`` at the start of an epoch; ``per_call`` steps are taken at once."""
+        """Begin a ``fit`` at the start of an epoch; ``per_call`` steps are taken at once.
+
+        Raises:
+            ValueError: Keras would ask for batches of an epoch before it has begun.
+        """
+        ahead = self.workers > 1 or self.use_multiprocessing
+        if ahead and keras.backend.backend() == "torch":
+            raise ValueError(
+                f"the data have workers={self.workers} and use_multiprocessing="
+                f"{self.use_multiprocessing}, with which Keras on PyTorch takes batches from one "
+                "epoch into the next; leave them at 1 and False"
+            )
         epoch = self._batches.position()[0]
         self.set_epoch(epoch + 1)  # of the epoch of a state it would keep the position
         if not self._done:

@@ -58,7 +58,11 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     _install()
-    return make_distributed(optimizer, DistributedKeras3, synchronizer, distribute)
+    make_distributed(optimizer, DistributedKeras3, synchronizer, distribute)
+    # torch.compile looks for methods in the object, then in the class without hvdlite.
+    for name in ("apply", "apply_gradients"):
+        object.__setattr__(optimizer, name, framework.unconverted(getattr(optimizer, name)))
+    return optimizer
 
 
 ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model)
@@ -67,7 +71,6 @@ ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model
 class DistributedKeras3(DistributedKeras):
     """A mixin that averages gradients in ``apply``."""
 
-    @framework.unconverted
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], batch_size: Any = None
     ) -> Any:
@@ -83,7 +86,6 @@ class DistributedKeras3(DistributedKeras):
         self.apply(grads, trainable_variables, batch_size)
         return self.iterations  # type: ignore[attr-defined]
 
-    @framework.unconverted
     def apply(
         self,
         grads: Sequence[Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,8 +20,6 @@ from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
 __all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_device", "unconverted"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
@@ -38,7 +36,6 @@ class TorchBackend(Backend):
         self._replica = synchronizer.replica
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
 
-    @torch.compiler.disable
     @torch.no_grad()
     def reduce(
         self,
@@ -111,16 +108,12 @@ class TorchBackend(Backend):
 
 
 connect = TorchBackend
+unconverted = torch.compiler.disable
 
 
 def _find(variable: Any) -> torch.Tensor:
     tensor: torch.Tensor = variable.value.detach()
     return tensor
-
-
-def unconverted(function: _Function) -> _Function:
-    """Return a function unchanged; nothing rewrites functions here."""
-    return function
 
 
 def after(gradients: Sequence[Any]) -> AbstractContextManager[None]:

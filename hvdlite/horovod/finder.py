@@ -89,6 +89,7 @@ class Finder(MetaPathFinder, Loader):
             found |= _names_of(module.__name__, "hvdlite.horovod.util", provided.util)
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
+        module.__file__ = sys.modules[provided.module or "hvdlite"].__file__
         module.__doc__ = f"The part of {module.__name__} that hvdlite provides."
         vars(module).update(found)
         vars(module)["__all__"] = [name for name in found if not name.startswith("_")]

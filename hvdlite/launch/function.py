@@ -91,7 +91,8 @@ def run(
         HorovodInternalError: a rank ended without a result (killed, ``sys.exit``), its result
             or exception cannot be pickled, or the ranks did not start.
         StartError: there is no mpirun, or the hosts are wrong (a ``ValueError``).
-        TypeError: the function or its arguments cannot be pickled, or there is no such option.
+        TypeError: the function or its arguments cannot be pickled, ``hosts`` is no string, or there
+            is no such option.
         ValueError: an option does not take its value; both ``num_proc`` and ``np``, or both
             ``hosts`` and ``hostfile``.
     """
@@ -102,6 +103,8 @@ def run(
     count = next((each for each in (num_proc, np) if each is not None), 1)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_proc: found {count!r}, expected a number from 1 on")
+    if hosts is not None and not isinstance(hosts, str):
+        raise TypeError(f"hosts: found {hosts!r}, expected a string such as 'host1:2,host2:2'")
     places = choose_hosts(hosts, None if hostfile is None else os.fspath(hostfile), count)
     output = rank.TO_LAUNCHER
     if output_filename is not None:

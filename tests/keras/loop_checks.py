@@ -1,5 +1,6 @@
 """Test custom training loops and steps with Keras 3 on any framework."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import keras
@@ -96,11 +97,15 @@ def test_fit_takes_every_sample_once():
     """So it does in each call, also after a position within an epoch."""
     for per_epoch in (None, 6, 3):
         takes_every_sample_once(per_epoch)
+    # There, Keras' workers would give the second epoch of a fit batches of the first one again.
+    with pytest.raises(ValueError, match="have workers=2") if TORCH else nullcontext():
+        takes_every_sample_once(3, workers=2)
 
 
-def takes_every_sample_once(per_epoch):
+def takes_every_sample_once(per_epoch, workers=1):
     x = np.arange(12 * hvd.size(), dtype=np.float32)[:, None]
     batches = hvd.shard((x, x), 2, seed=5)
+    batches.workers = workers
     half = batches.sharding.position(1, 3)
     ends, seen = [], np.zeros(len(x))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from hvdlite.horovod import util
 from hvdlite.horovod.finder import BOOTSTRAP
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
 from hvdlite.launch.cli import with_paths
@@ -59,11 +60,14 @@ def test_the_names_of_the_core():
         "print(horovod.__version__, horovod.run is horovod.runner.run is hvdlite.run)\n"
         "print(HorovodInternalError is hvdlite.HorovodInternalError, rank is hvdlite.rank)\n"
         "print(util.nccl_built(verbose=True) == hvdlite.nccl_built(), Average, util.__name__)\n"
+        "import inspect\n"
+        "print(inspect.getfile(horovod) == hvdlite.__file__, inspect.getfile(util))\n"
         + raised("from horovod.common.util import is_iterable", "ImportError")
     )
     assert lines[:3] == ["0.28.1 True", "True True", "True 0 horovod.common.util"]
-    assert "hvdlite has no answer for horovod.common.util.is_iterable; in horovod." in lines[3]
-    assert "split_list" in lines[3]
+    assert lines[3] == f"True {util.__file__}"
+    assert "hvdlite has no answer for horovod.common.util.is_iterable; in horovod." in lines[4]
+    assert "split_list" in lines[4]
 
 
 def test_the_version_as_libraries_ask_for_it():

@@ -195,6 +195,7 @@ def test_bad_arguments(tmp_path):
     refused("num_proc: found '2'", num_proc="2")
     refused("both hosts and hostfile", num_proc=1, hosts="a", hostfile="b")
     refused("is more than the 2 slots", num_proc=3, hosts="localhost:2")
+    refused(r"hosts: found \['a:2'\], expected a string", TypeError, hosts=["a:2"])
     refused("No such file", num_proc=1, hostfile=tmp_path / "none")
     refused("write str", TypeError, env={"A": 1})
     refused("argument 'ssh_prot'; did you mean ssh_port", TypeError, ssh_prot=22)

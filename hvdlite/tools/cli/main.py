@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head for instance, has enough
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        print(f"hvdlite {options.command}: standard output: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,7 @@
 """The command ``hvdlite``: its commands, its help, and mistakes in one line."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import pytest
 
 import hvdlite
 from hvdlite.launch import options
+from hvdlite.tools.cli import timeline
 from hvdlite.tools.cli.main import COMMANDS, main, make_parser
 
 
@@ -41,6 +44,17 @@ def test_mistakes_take_one_line(capsys, arguments, words):
     code, line = refused(capsys, *arguments.split())
     assert code == 2
     assert words in line
+
+
+def test_an_output_without_space(capsys, monkeypatch):
+    def write(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(timeline, "main", lambda options: print("much"))
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert main(["timeline", "trace.json"]) == 1
+    expected = "hvdlite timeline: standard output: No space left on device\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_run_is_hvdliterun(capfd):
