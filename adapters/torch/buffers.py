@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,7 +39,7 @@ Copies = list[tuple[slice, torch.Tensor]]
 
 _layout, _identity = operator.attrgetter("layout"), operator.attrgetter("_cdata")
 _requires_grad = operator.attrgetter("requires_grad")
-_version = operator.attrgetter("_version")
+_gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 _number = operator.itemgetter(0)
 _STRIDED = {torch.strided}
 
@@ -189,14 +189,16 @@ class GradientBuffers:
         """Release the old memory of gradients so that autograd can reuse it."""
         self._kept.clear()
 
-    def find(self, numbers: Iterable[int]) -> dict[int, Any]:
+    def find(self, numbers: Collection[int]) -> dict[int, Any]:
         """Return gradients that have been computed.
 
         Raises:
             RuntimeError: they have gone since.
         """
-        found = {number: self._parameters[number].grad for number in numbers}
-        if missing := [number for number, each in found.items() if each is None]:
+        parameters = map(self._parameters.__getitem__, numbers)
+        found = dict(zip(numbers, map(_gradient, parameters), strict=True))
+        if type(None) in {*map(type, found.values())}:
+            missing = [number for number, each in found.items() if each is None]
             raise RuntimeError(self.describe_missing(missing))
         return found
 

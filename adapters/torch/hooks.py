@@ -42,7 +42,7 @@ FREEZE = (
     "one's parameters by requires_grad_(False)"
 )
 
-_gradient_of = attrgetter("grad")
+_gradient_of, _seen = attrgetter("grad"), attrgetter("seen")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
@@ -85,11 +85,6 @@ class BucketHooks:
         self.pending = self.bare
         self.awaited = len(self.members) - len(self.bare)
         self.streams.clear()
-
-    @property
-    def lacks_any(self) -> bool:
-        """Return whether gradients have not arrived, or not been found."""
-        return bool(self.awaited or self.pending)
 
     def record(self, number: int) -> bool:
         """Record a gradient; return whether it is the last that has a hook."""
@@ -157,7 +152,7 @@ class GradientHooks:
         return (
             self.exchange.in_flight
             or bool(self._step.behind)
-            or any(each.seen for each in self._bucket_hooks)
+            or any(map(_seen, self._bucket_hooks))
         )
 
     # Registration
@@ -278,21 +273,17 @@ class GradientHooks:
         self._buffers.begin_step()
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
-        bare = itertools.chain.from_iterable(each.bare for each in self._bucket_hooks)
-        self._step.is_stale = all(self.parameters[n].grad is not None for n in bare)
-        self._step.is_converted = self._are_converted()
-        if self._step.is_converted:
-            self.exchange.mark_converted()
-
-    def _are_converted(self) -> bool:
-        """Return whether the parameters have other properties than the exchange has, fast."""
+        for number in self._bare:
+            self._step.is_stale = self.parameters[number].grad is not None
+            if not self._step.is_stale:
+                break
         places = places_of(self.parameters)
-        if places and places == self._places:
-            return False
-        if properties_of(self.parameters) != self._properties:
-            return True
-        self._places = places
-        return False
+        if not places or places != self._places:
+            if properties_of(self.parameters) == self._properties:
+                self._places = places
+            else:
+                self._step.is_converted = True
+                self.exchange.mark_converted()
 
     def _take(self, number: int) -> None:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
@@ -336,21 +327,22 @@ class GradientHooks:
 
     @uninterrupted
     def _on_end(self) -> None:
-        late = [each for each in self._bucket_hooks if each.seen or each.pending]
-        self._send(range(len(self._bucket_hooks)))
-        if self.exchange.buckets.overlaps:
-            for bucket_hooks in late:
-                bucket_hooks.misses += not bucket_hooks.lacks_any
-                if bucket_hooks.misses == _MAX_MISSES:
-                    self._spared -= {*bucket_hooks.spared}
+        late = self._send(range(len(self._bucket_hooks)))
+        for bucket_hooks in late if self.exchange.buckets.overlaps else ():
+            bucket_hooks.misses += not (bucket_hooks.awaited or bucket_hooks.pending)
+            if bucket_hooks.misses == _MAX_MISSES:
+                self._spared -= {*bucket_hooks.spared}
 
-    def _send(self, indices: Iterable[int], is_last: bool = False) -> None:
+    def _send(self, indices: Iterable[int], is_last: bool = False) -> list[BucketHooks]:
         """Copy the gradients of some buckets that have not been copied yet, and mark all.
 
         Buckets that have been sent in this step are left out.
 
         Args:
             is_last: whether all gradients that are there belong to this step.
+
+        Returns:
+            The buckets that had any.
         """
         step, sent = self._step, dict[int, list[int]]()
         small, found = list[int](), dict[int, Any]()
@@ -378,6 +370,7 @@ class GradientHooks:
                 self.exchange.mark_bucket(index)
             else:
                 self._mark(numbers)
+        return [*map(self._bucket_hooks.__getitem__, sent)]
 
     def _find_bare(self, bucket_hooks: BucketHooks) -> dict[int, Any]:
         """Return the gradients of members without hooks that are there, and were not before."""
@@ -408,7 +401,7 @@ class GradientHooks:
         if step.is_converted:
             return []
         for index, bucket_hooks in enumerate(self._bucket_hooks):
-            if bucket_hooks.seen or bucket_hooks.lacks_any:
+            if bucket_hooks.seen or bucket_hooks.awaited or bucket_hooks.pending:
                 self._send_incomplete(index)
         if step.behind:
             missing = [number for number in step.behind if step.gradients[number] is None]
