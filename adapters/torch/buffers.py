@@ -54,7 +54,7 @@ class Step:
         behind: gradients that hooks of others come to later.
         order: in which gradients have arrived, if it is recorded.
         tasks: the backward passes at whose end what has arrived is sent.
-        is_stale: whether all gradients without hooks were there before the backward pass.
+        stale: the versions of those without hooks, if all were there before the backward pass.
         taken: the gradients that were copied, or are to be.
         versions: of those, as they were then, in the same order.
         samples: the first elements of those that have no complete copy.
@@ -72,7 +72,7 @@ class Step:
         self.behind: list[int] = []
         self.order: list[int] = []
         self.tasks: set[int] = set()
-        self.is_stale = False
+        self.stale: dict[int, int] = {}
         self.taken: dict[int, torch.Tensor] = {}
         self.versions: list[int] = []
         self.samples: dict[int, torch.Tensor] = {}

@@ -274,9 +274,11 @@ class GradientHooks:
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
         for number in self._bare:
-            self._step.is_stale = self.parameters[number].grad is not None
-            if not self._step.is_stale:
+            gradient = self.parameters[number].grad
+            if gradient is None:  # so those that are there are new
+                self._step.stale.clear()
                 break
+            self._step.stale[number] = gradient._version
         places = places_of(self.parameters)
         if not places or places != self._places:
             if properties_of(self.parameters) == self._properties:
@@ -346,10 +348,10 @@ class GradientHooks:
         """
         step, sent = self._step, dict[int, list[int]]()
         small, found = list[int](), dict[int, Any]()
-        finds = is_last or not step.is_stale
         for index in indices:
             bucket_hooks = self._bucket_hooks[index]
-            here = self._find_bare(bucket_hooks) if finds and bucket_hooks.pending else {}
+            stale = {} if is_last else step.stale
+            here = self._find_bare(bucket_hooks, stale) if bucket_hooks.pending else {}
             if not (here or bucket_hooks.seen):
                 continue
             sent[index] = [*bucket_hooks.seen, *here]
@@ -372,7 +374,7 @@ class GradientHooks:
                 self._mark(numbers)
         return [*map(self._bucket_hooks.__getitem__, sent)]
 
-    def _find_bare(self, bucket_hooks: BucketHooks) -> dict[int, Any]:
+    def _find_bare(self, bucket_hooks: BucketHooks, stale: dict[int, int]) -> dict[int, Any]:
         """Return the gradients of members without hooks that are there, and were not before."""
         numbers, bucket_hooks.pending = bucket_hooks.pending, []
         found = dict(
@@ -381,6 +383,10 @@ class GradientHooks:
         if type(None) in {*map(type, found.values())}:
             bucket_hooks.pending = [n for n in numbers if found[n] is None]
             found = {n: each for n, each in found.items() if each is not None}
+        if stale:  # added to, in place
+            new = {n: each for n, each in found.items() if each._version != stale[n]}
+            bucket_hooks.pending += [n for n in found if n not in new]
+            found = new
         return found
 
     def _mark(self, numbers: Sequence[int]) -> None:
