@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1982, "collectives"),
     "gradients": (7, 3303, "gradients"),
     "recipe": (7, 2457, "recipe"),
-    "torch": (8, 6090, "torch"),
+    "torch": (8, 6093, "torch"),
     "tensorflow": (8, 2923, "tensorflow"),
     "keras": (9, 2355, "keras tensorflow.keras"),
     "elastic": (

@@ -127,6 +127,7 @@ class GradientHooks:
         self._bare: frozenset[int] = frozenset()
         self._is_watching = False  # of a model whose gradients come unforeseen, all have hooks
         self._handles: list[Any] = []
+        self._averaged: Sequence[int] = range(len(members))  # in the last step
         self.restart()
         handles = self._handles
         weakref.finalize(self, lambda: [each.remove() for each in handles]).atexit = False
@@ -273,9 +274,9 @@ class GradientHooks:
         self._buffers.begin_step()
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
-        for number in self._bare:
+        for number in filter(self._bare.__contains__, self._averaged):
             gradient = self.parameters[number].grad
-            if gradient is None:  # so those that are there are new
+            if gradient is None:  # it was there, so all have been reset, and what is there is new
                 self._step.stale.clear()
                 break
             self._step.stale[number] = gradient._version
@@ -384,7 +385,7 @@ class GradientHooks:
             bucket_hooks.pending = [n for n in numbers if found[n] is None]
             found = {n: each for n, each in found.items() if each is not None}
         if stale:  # added to, in place
-            new = {n: each for n, each in found.items() if each._version != stale[n]}
+            new = {n: each for n, each in found.items() if each._version != stale.get(n)}
             bucket_hooks.pending += [n for n in found if n not in new]
             found = new
         return found
@@ -509,6 +510,8 @@ class GradientHooks:
     def _begin_step(self) -> None:
         for bucket_hooks in self._bucket_hooks:
             bucket_hooks.begin_step()
+        if self._step.averaged is not None:
+            self._averaged = self._step.averaged
         if self._step.order:
             for turn, number in enumerate(self._step.order):
                 self._turns[number] = turn - len(self._turns)  # before those that did not arrive

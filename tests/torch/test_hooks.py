@@ -252,6 +252,31 @@ def test_a_layer_of_two_checkpoints():
 
 
 @ranks(2)
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_gradients_that_stay_beside_a_layer_without_any(monkeypatch, overlap):
+    """Two passes through a part each: what is there after the first is not all new."""
+    monkeypatch.setenv("HVDLITE_OVERLAP", overlap)
+
+    class Unused(Branches):
+        def __init__(self):
+            super().__init__()
+            self.unused = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.second = self._modules.pop("second")  # behind: its last gradient has a hook
+
+    class Parts(Training):
+        def _loss(self, model, rank, branches):
+            parts = [super(Parts, self)._loss(model, rank, (each,)) for each in branches]
+            for each in parts[1:]:
+                (each / (hvd.size() if model is self.reference else 1)).backward()
+            return parts[0]
+
+    hvd.init()
+    training = Parts(Unused)
+    for _ in range(6):
+        training.step(*BOTH, set_to_none=False)
+
+
+@ranks(2)
 def test_a_hook_of_the_user_that_drops_a_gradient():
     """It is an error, once a hook looks."""
     with hurried() as training:
