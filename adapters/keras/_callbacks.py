@@ -17,9 +17,11 @@ from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
     build_optimizer,
+    compare_adapted,
     deriving_anew,
     differ_by_rank,
     to_array,
+    weights_of,
 )
 from hvdlite.observe import status
 from hvdlite.recipe import average_metrics
@@ -153,9 +155,10 @@ class BroadcastGlobalVariablesCallback:
             )
 
     def _broadcast_weights(self, weights: list[Any]) -> None:
+        compare_adapted(self.model)
         with deriving_anew(self.model):
             broadcast_variables(weights, self.root_rank)
-        differ_by_rank(self.model.variables)
+        differ_by_rank(weights_of(self.model, "variables"))
 
     def _expect_comparison(self) -> None:
         """Make ranks compare their replicas after the broadcast, and not before."""
@@ -166,7 +169,7 @@ class BroadcastGlobalVariablesCallback:
 
     def _built(self) -> tuple[list[Any], list[Any]]:
         local = set(map(id, self.local_variables))
-        built = self.model.weights if self.model.built else ()
+        built = weights_of(self.model) if self.model.built else ()
         weights = [weight for weight in built if id(weight) not in local]
         return weights, variables_of(getattr(self.model, "optimizer", None))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from hvdlite.elastic.state import ExchangeHandler, ObjectState, State, VariablesHandler
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._values import batches_per_call, build_optimizer, deriving_anew
+from hvdlite.keras._values import batches_per_call, build_optimizer, deriving_anew, weights_of
 
 
 class KerasState(ObjectState):
@@ -48,7 +48,7 @@ class KerasState(ObjectState):
         super().__init__(
             # What all ranks get is without random seeds.
             model=VariablesHandler(
-                model, attrgetter("variables"), attrgetter("weights"), deriving_anew
+                model, partial(weights_of, attribute="variables"), weights_of, deriving_anew
             ),
             optimizer=VariablesHandler(optimizer, _variables_of_optimizer),
             **kwargs,

@@ -5,6 +5,7 @@ Arrays, numbers, tensors and variables go in, numpy arrays come out.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,9 +61,7 @@ def allreduce(
         A numpy array of the value's shape.
 
     Raises:
-        ValueError: ``op`` and ``average`` contradict each other, or the reduction is not defined
-            for the dtype.
-        HorovodInternalError: The ranks disagree, or communication failed.
+        ValueError, HorovodInternalError: As `hvdlite.allreduce`.
     """
     return collectives.allreduce(
         to_array(value),
@@ -111,8 +110,7 @@ def broadcast(
         A numpy array of the value's shape.
 
     Raises:
-        ValueError: There is no such rank.
-        HorovodInternalError: The ranks disagree, or communication failed.
+        ValueError, HorovodInternalError: As `hvdlite.broadcast`.
     """
     return collectives.broadcast(to_array(value), root_rank, name, process_set=process_set)
 
@@ -138,8 +136,7 @@ def reducescatter(
         A numpy array.
 
     Raises:
-        ValueError: ``op`` is Adasum, or not defined for the dtype.
-        HorovodInternalError: The ranks disagree, or communication failed.
+        ValueError, HorovodInternalError: As `hvdlite.reducescatter`.
     """
     return collectives.reducescatter(
         to_array(value),
@@ -161,7 +158,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
 
     Raises:
         ValueError: There is no model, or no such rank.
-        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
+        HorovodInternalError: The ranks disagree on variables, or what layers found by ``adapt``.
     """
     if model is None:
         raise ValueError(
@@ -169,8 +166,32 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
             "broadcast_global_variables(root_rank, model=model), or let fit have "
             "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
         )
+    compare_adapted(model)
     with deriving_anew(model):
-        broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
+        state = variables_of(getattr(model, "optimizer", None))  # it need not be compiled
+        broadcast_variables([*weights_of(model), *state], root_rank)
+
+
+def weights_of(model: Any, attribute: str = "weights") -> list[Any]:
+    """Return a model's weights, or its ``variables``: legacy Keras has words among them."""
+    return [each for each in getattr(model, attribute) if hasattr(each, "assign")]
+
+
+def compare_adapted(model: Any) -> None:
+    """Require that layers have found the same words and limits by ``adapt`` on all ranks.
+
+    Raises:
+        MismatchError: They have not: one word has another number there, and so another meaning.
+    """
+    found = {}
+    for number, layer in enumerate(model._flatten_layers()):
+        words = layer.get_vocabulary() if hasattr(layer, "get_vocabulary") else None
+        entries = getattr(layer, "bin_boundaries", None) if words is None else words
+        if entries is not None:
+            checksum = zlib.crc32("\n".join(map(str, entries)).encode())
+            label = f"what layer {number}, a {type(layer).__name__}, has found by adapt()"
+            found[label] = f"{len(entries)} entries with the checksum {checksum:#x}"
+    collectives.agree_on("layers, which all ranks have to adapt to the same data", found)
 
 
 @contextmanager

@@ -208,38 +208,28 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     return Settings(**values)
 
 
-_FIXED_SIZES = "hvdlite's sizes are fixed; HVDLITE_FUSION_THRESHOLD sets that of the buckets"
-_BY_TOPOLOGY = "hvdlite goes by the nodes that the ranks run on"
-
-# Run-time variables of Horovod's, and of hvdlite's before, that do nothing, and why.
+# Why run-time variables of Horovod's, and of hvdlite's before, do nothing.
 _WITHOUT_EFFECT = {
-    "ADASUM_MPI_CHUNK_SIZE": "hvdlite chooses the size of messages itself",
-    "AUTOTUNE": _FIXED_SIZES,
-    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _FIXED_SIZES,
-    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _FIXED_SIZES,
-    "AUTOTUNE_LOG": _FIXED_SIZES,
-    "AUTOTUNE_STEPS_PER_SAMPLE": _FIXED_SIZES,
-    "AUTOTUNE_WARMUP_SAMPLES": _FIXED_SIZES,
-    "BATCH_D2D_MEMCOPIES": "hvdlite packs gradients on a device itself",
-    "CCL_BGT_AFFINITY": "hvdlite does not use oneCCL",
-    "CCL_CACHE": "hvdlite does not use oneCCL",
-    "DISABLE_GROUP_FUSION": "a group is one operation in any case",
-    "DISABLE_NVTX_RANGES": "hvdlite marks no NVTX ranges",
-    "DYNAMIC_PROCESS_SETS": "process sets may always be added and removed",
-    "ENABLE_ASYNC_COMPLETION": "hvdlite orders the device's streams itself",
-    "ENABLE_XLA_OPS": "XLA cannot run hvdlite's operations; compile with jit_compile=False",
-    "GLOO_IFACE": "hvdlite does not use gloo; choose interfaces in MPI "
-    "(Open MPI: OMPI_MCA_btl_tcp_if_include)",
-    "GLOO_TIMEOUT_SECONDS": "hvdlite does not use gloo; HVDLITE_STALL_SHUTDOWN_TIME_SECONDS "
-    "limits waits",
-    "HIERARCHICAL_ALLGATHER": _BY_TOPOLOGY,
-    "HIERARCHICAL_ALLREDUCE": _BY_TOPOLOGY,
-    "LOG_HIDE_TIME": "messages have no time; logging.basicConfig(format=...) gives them one",
-    "LOG_TIMESTAMP": "messages have no time; logging.basicConfig(format=...) gives them one",
-    "MPI_THREADS_DISABLE": "hvdlite needs an MPI that allows calls from several threads",
-    "NUM_NCCL_STREAMS": "the lanes decide how many streams there are",
-    "THREAD_AFFINITY": "hvdlite binds no threads; mpirun --bind-to binds ranks",
-    "TORUS_ALLREDUCE": _BY_TOPOLOGY,
+    "hvdlite chooses the size of messages itself": "ADASUM_MPI_CHUNK_SIZE",
+    "hvdlite's sizes are fixed; HVDLITE_FUSION_THRESHOLD sets that of the buckets": "AUTOTUNE.*",
+    "hvdlite packs gradients on a device itself": "BATCH_D2D_MEMCOPIES",
+    "hvdlite does not use oneCCL": "CCL_(BGT_AFFINITY|CACHE)",
+    "a group is one operation in any case": "DISABLE_GROUP_FUSION",
+    "hvdlite marks no NVTX ranges": "DISABLE_NVTX_RANGES",
+    "process sets may always be added and removed": "DYNAMIC_PROCESS_SETS",
+    "hvdlite orders the device's streams itself": "ENABLE_ASYNC_COMPLETION",
+    "XLA cannot run hvdlite's operations; compile with jit_compile=False": "ENABLE_XLA_OPS",
+    "hvdlite does not use gloo; choose interfaces in MPI (Open MPI: OMPI_MCA_btl_tcp_if_include)": (
+        "GLOO_IFACE"
+    ),
+    "hvdlite does not use gloo; HVDLITE_STALL_SHUTDOWN_TIME_SECONDS limits waits": (
+        "GLOO_TIMEOUT_SECONDS"
+    ),
+    "hvdlite goes by the nodes that the ranks run on": "HIERARCHICAL_ALL.*|TORUS_ALLREDUCE",
+    "messages have no time; logging.basicConfig(format=...) gives them one": "LOG_(HIDE_)?TIME.*",
+    "hvdlite needs an MPI that allows calls from several threads": "MPI_THREADS_DISABLE",
+    "the lanes decide how many streams there are": "NUM_NCCL_STREAMS",
+    "hvdlite binds no threads; mpirun --bind-to binds ranks": "THREAD_AFFINITY",
 }
 # Variables that Horovod's build reads, and those that horovodrun sets for its processes.
 _SILENT = re.compile(
@@ -262,9 +252,10 @@ def ignored(environment: Mapping[str, str] = os.environ) -> list[str]:
         if name in known or _SILENT.fullmatch(name):
             continue
         similar = difflib.get_close_matches(name, known, 1, 0.85)
-        if name in _WITHOUT_EFFECT:
+        reasons = [why for why, which in _WITHOUT_EFFECT.items() if re.fullmatch(which, name)]
+        if reasons:
             if text.lower() not in _FALSE:  # else it is off, as it always is here
-                lines.append(f"{variable} has no effect: {_WITHOUT_EFFECT[name]}")
+                lines.append(f"{variable} has no effect: {reasons[0]}")
         elif similar:
             lines.append(f"{variable} has no effect; {prefix}_{similar[0]} is a setting")
         elif prefix == "HOROVOD":  # HVDLITE_ has others, which the launcher reads

@@ -33,14 +33,12 @@ def mpi_built() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def gloo_enabled() -> bool:
-    """Return False: hvdlite does not use gloo."""
-    return False
-
-
 def gloo_built() -> bool:
     """Return False: hvdlite does not use gloo."""
     return False
+
+
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:

@@ -206,7 +206,8 @@ def _stdin() -> str:
     """Return the position and the path of the file or pipe that this process reads; empty: none."""
     path = f"/proc/{os.getpid()}/fd/0"
     with contextlib.suppress(OSError):  # it is closed, or belongs to another user
-        if os.path.samestat(found := os.fstat(0), os.stat(os.devnull)):
+        is_closed = sys.__stdin__ is None  # then a library's own file may have its number
+        if is_closed or os.path.samestat(found := os.fstat(0), os.stat(os.devnull)):
             return rank.NOTHING
         kind = found.st_mode
         if stat.S_ISFIFO(kind) or stat.S_ISREG(kind):

@@ -17,7 +17,13 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras import _keras3
-from tests.keras.measures import check_normalization, close, exchanges, same_on_all_ranks
+from tests.keras.measures import (
+    check_normalization,
+    check_words_and_limits,
+    close,
+    exchanges,
+    same_on_all_ranks,
+)
 from tests.keras.models import BATCH, EAGER, STEPS, TORCH, data, fit, make_model, own
 from tests.logs import logged
 
@@ -402,3 +408,7 @@ def shapes_of(model):
 
 def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
     check_normalization(hvd, keras)
+
+
+def test_words_and_limits_that_were_adapted_to_other_data_are_an_error():
+    check_words_and_limits(hvd, keras)

@@ -18,6 +18,7 @@ from tests.keras.measures import (
     check_normalization,
     check_replicas,
     check_several_steps,
+    check_words_and_limits,
     close,
     exchanges,
     not_finite,
@@ -422,3 +423,7 @@ def test_replicas_that_part_are_found():
 
 def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
     check_normalization(hvd, keras)
+
+
+def test_words_and_limits_that_were_adapted_to_other_data_are_an_error():
+    check_words_and_limits(hvd, keras)

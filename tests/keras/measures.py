@@ -258,6 +258,25 @@ def check_normalization(hvd, keras):
     np.testing.assert_allclose(model.predict(x, verbose=0), normal, rtol=1e-4, atol=1e-4)
 
 
+def check_words_and_limits(hvd, keras):
+    """Check that words and limits that layers have found by adapt() must be the same."""
+    words = keras.layers.StringLookup()
+    words.adapt([["some", "other"][hvd.rank() % 2]])
+    limits = keras.layers.Discretization(num_bins=3)
+    limits.adapt(np.arange(20.0) * (1 + hvd.rank()))
+    for layer, kind in ((words, "StringLookup"), (limits, "Discretization")):
+        inputs = keras.Input((1,), dtype="string" if layer is words else "float32")
+        model = keras.Sequential([inputs, layer, keras.layers.Embedding(9, 1)])
+        message = f"a {kind}, has found by adapt.. is . entries .* on rank 0, .* on rank 1"
+        with pytest.raises(hvd.MismatchError, match=message):
+            hvd.broadcast_global_variables(0, model=model)
+        if layer is words:
+            layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary()))
+        else:
+            layer.bin_boundaries = hvd.broadcast_object([*layer.bin_boundaries])
+        hvd.broadcast_global_variables(0, model=model)
+
+
 def check_copies(hvd, keras, kind, scaling, model, fit):
     """Check that whatever Keras makes from a distributed optimizer is distributed in the same way.
 

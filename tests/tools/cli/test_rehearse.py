@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 
@@ -131,7 +132,9 @@ def test_a_fault_that_cannot_be_read_or_has_no_such_rank(run):
     ],
 )
 def test_faults(text, faults):
-    assert rehearsal.parse(text) == faults
+    found = [replace(each, text="") for each in rehearsal.parse(text)]
+    # From Python 3.13 on, dataclasses with the same NaN differ.
+    assert str(found) == str(faults)
 
 
 WRONG = "die kill:rank kill:rank=x kill:point=nowhere kill:count=0 kill:step=-1 kill:what=1"

@@ -273,7 +273,7 @@ class TestFiles:
         finally:
             tracemalloc.stop()
         assert count == 12 + 200 * 3 * 5
-        assert peak < 10**5
+        assert peak < 2 * 10**5  # from Python 3.14 on, 2**17 are the file's buffer
 
 
 class Cells(HTMLParser):
