@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2379, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2623,
+        2607,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 503, "horovod"),
-    "launch": (_BESIDE, 3463, "launch"),
+    "launch": (_BESIDE, 3479, "launch"),
     "tools": (_TOOLS, 4222, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 577, "common"),
 }

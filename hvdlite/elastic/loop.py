@@ -266,8 +266,7 @@ class Rendezvous(Gathering):
         Where a pool forms worlds, ranks that have died bring None.
 
         Raises:
-            RankGoneError: a rank has left or has not come in time, or has died, unless the others
-                go on without it; the message says which.
+            RankGoneError: a rank has left, has not come in time, or has died without a pool.
         """
         deadline = time.monotonic() + self._timeout
         messages = self._exchange(message, deadline)
@@ -313,9 +312,8 @@ class Rendezvous(Gathering):
         return messages
 
     def _check_dead(self) -> None:
-        for rank, error in self.dead.items():
-            if self.pool is None:
-                self._raise_gone(f"rank {rank} has died ({error})")
+        for rank, error in self.dead.items() if self.pool is None else ():
+            self._raise_gone(f"rank {rank} has died ({error})")
 
     def _raise_gone(self, what: str) -> NoReturn:
         self._gone = what
@@ -328,8 +326,7 @@ class Rendezvous(Gathering):
 def reset(rendezvous: Rendezvous, message: Message | None) -> list[Message | None]:
     """End the world of this rank and form one with all ranks that were in it; collective.
 
-    Every rank comes here in the end, because pending operations fail as soon as one rank has shut
-    down. Only this function decides which ranks form the new world.
+    Every rank comes here, since pending operations fail as soon as one rank has shut down.
 
     Args:
         rendezvous: over the ranks of the old world.

@@ -1,17 +1,7 @@
 """Recovery: the survivors continue in the same step when a rank has died.
 
-A lane runs its rounds by `Recovery.run_round`. If one fails because of a death, that holds all
-lanes of this rank, waits until each other rank does the same or has died, and forms the world of
-the survivors, with a new transport for each lane. Operations stay in their lanes and run again,
-from inputs that they have kept (`Operation.protect`).
-
-An operation may have ended on some ranks only. So the ranks confirm each outcome by a barrier
-before any of them delivers it (`Rounds`). If any rank has passed that barrier, all have the
-outcome, and the others deliver it, too; otherwise the operation runs again, unless all survivors
-have its outcome anyway.
-
-A process set is added in the same way, to a world of the same ranks. If a rank dies meanwhile, all
-survivors get the set or none does, and they try again.
+``docs/architecture.md``, "When a rank dies", follows a death through the files. A process set is
+added in the same way, to a world of the same ranks: all survivors get it or none does.
 
 It needs an MPI with user-level failure mitigation (ULFM), such as Open MPI 5 under
 ``mpirun --with-ft ulfm``: see W. Bland et al., "Post-failure recovery of MPI communication

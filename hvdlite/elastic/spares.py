@@ -1,13 +1,10 @@
 """Spares: processes that wait in ``init()`` until ranks have died, and take their places.
 
 ``hvdliterun --elastic -np 4 --spares 1`` starts five processes, of which the first four are the
-ranks. When these form a new world in elastic training (`hvdlite.elastic`), they bring in as
-many spares as ranks are missing.
-
-All of them form the pool: a communicator that serves to form worlds, and for messages to the
-spares. ``MPI_Comm_shrink`` and ``MPI_Comm_split`` make the new ones, both collective over the
-pool; to make a communicator of some of its processes only (``MPI_Comm_create_group``) never returns
-in Open MPI 5.0.11 when another process of the pool has died.
+ranks. All form the pool: a communicator that serves to form worlds, and for messages to the spares.
+``MPI_Comm_shrink`` and ``MPI_Comm_split`` make the new ones, both collective over the pool; to make
+a communicator of some of its processes only (``MPI_Comm_create_group``) never returns in Open MPI
+5.0.11 when another process of the pool has died.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def make_parser() -> Parser:
     words: Any = {"metavar": "A", "type": _words}
 
     add = parser.begin_group("the job")
-    add("-np --num-proc", "number of processes", **positive)
+    add("-np -n --num-proc", "number of processes", **positive)
     add("-H --hosts", "host1:2,host2:2; default: this host, or the batch job's")
     add("-hostfile --hostfile", "file with one 'host slots=N' or 'host:N' per line", metavar="F")
     add("--restarts", "start the job again, up to N times, when a rank fails", **number)

@@ -114,6 +114,7 @@ def main(arguments: Sequence[str]) -> None:
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
+    _end_rest(code)
     last, has_met = struct.unpack("qq", os.pread(steps, 16, 0) or bytes(16))
     others_go_on = os.environ.get(ELASTIC) == "1" and has_met
     if code and not signs and not others_go_on:
@@ -431,6 +432,21 @@ def _end_group() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_rest(code: int) -> None:
+    """Kill what a command has left in this group, since it keeps the pipes of mpirun open.
+
+    If the command has not failed, kill workers of `multiprocessing` alone: from Python 3.14 on, a
+    server keeps them, and they it. Its tracker stays, and removes the memory that they share.
+    """
+    this = os.getpid()
+    for folder in glob.glob("/proc/[0-9]*") if os.getpgrp() == this else ():
+        with contextlib.suppress(OSError), open(f"{folder}/cmdline", "rb") as file:
+            pid, words = int(folder[6:]), file.read()
+            is_left = code or b"from multiprocessing." in words
+            if is_left and os.getpgid(pid) == this != pid and b"resource_tracker" not in words:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _drain() -> None:

@@ -77,6 +77,11 @@ def test_blanks_around_a_number_do_not_matter():
     assert parse(["-np", " 2", "train"]).num_proc == 2
 
 
+def test_the_number_of_processes_has_the_flag_of_mpirun_too():
+    """Until Python 3.13, argparse takes it for the beginning of ``-np``."""
+    assert parse(["-n", "2", "train"]).num_proc == 2
+
+
 @pytest.mark.parametrize("flag", ["-v", "--version"])
 def test_v_is_the_version(flag, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -258,6 +258,31 @@ def test_the_command_dies_with_its_shim():
         process.communicate()
 
 
+_ABANDON = """
+import multiprocessing, os, subprocess, sys, time
+worker = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+worker.start()
+sleep = {"args": ["sleep", "60"], "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child, apart = subprocess.Popen(**sleep), subprocess.Popen(**sleep, start_new_session=True)
+print(worker.pid, child.pid, apart.pid, flush=True)
+os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_workers_end_with_a_command_that_leaves_them(code):
+    """Otherwise the job of a rank that was killed would not end: they keep its output open."""
+    process = shim(*python(_ABANDON), str(code))
+    status, out, _ = result(process)
+    worker, child, apart = map(int, out.split())
+    ended, left = ([worker, child], [apart]) if code else ([worker], [child, apart])
+    try:
+        assert (status, survivors(ended), survivors(left, seconds=0)) == (code, [], left)
+    finally:
+        for each in left:
+            os.kill(each, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_the_command_dies_some_time_after_the_launcher():
     with Server() as server:

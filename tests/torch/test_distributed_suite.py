@@ -1,5 +1,7 @@
 """PyTorch's own tests of torch.distributed pass on hvdlite's groups."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -17,6 +19,10 @@ LEFT_OUT = {
 # What runs with gloo in the place of hvdlite differs by the name of the backend alone.
 UNDER_ITS_NAME = ("test_all_to_all", "test_ddp_logging_data_cpu")
 OF_FOUR = ("test_gather_object", "test_new_subgroups_with_group_param")
+PICKLES = sys.version_info < (3, 14)
+if not PICKLES:
+    for name in ("test_gather_object", "test_gather_object_subgroup"):
+        LEFT_OUT[name] = "expects the error of pickle before Python 3.14"
 
 
 # Tests that need a CUDA device or another backend skip themselves.
@@ -26,7 +32,7 @@ OF_FOUR = ("test_gather_object", "test_new_subgroups_with_group_param")
     [
         pytest.param("gloo", "gloo", 3, ("test_",), 107, id="as gloo"),
         pytest.param("hvdlite", "mpi", 3, UNDER_ITS_NAME, 13, id="by name"),
-        pytest.param("hvdlite", "gloo", 4, OF_FOUR, 3, id="four ranks"),
+        pytest.param("hvdlite", "gloo", 4, OF_FOUR, 3 if PICKLES else 1, id="four ranks"),
     ],
 )
 def test_all_but_a_few_pass(backend, gate, size, names, count):

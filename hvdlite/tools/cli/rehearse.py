@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "became of the job: its exit code, its time, and what its user was told."
     )
     add = parser.add_argument
-    add("-np", type=positive, default=2, metavar="N", help="number of ranks (%(default)s)")
+    add("-np", "-n", type=positive, default=2, metavar="N", help="number of ranks (%(default)s)")
     add("--elastic", action="store_true", help="as for hvdliterun: go on without a rank")
     add("--restarts", type=positive, metavar="N", help="as for hvdliterun: start again")
     add("--step", type=positive, default=3, metavar="S", help="of the failures (%(default)s)")
