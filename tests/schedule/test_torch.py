@@ -481,3 +481,8 @@ def test_a_name_that_is_none_of_the_presets():
     hvd.init()
     with pytest.raises(ValueError, match=r"'fp17' is no compression; use one of hvd.Compress"):
         wrapped(None, compression="fp17")
+
+
+@ranks(2)
+def test_parameters_that_come_later_have_the_names_that_were_given():
+    training.check_later_parameters(schedule=hvd.Schedule.DiLoCo(4))
