@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from hvdlite.base.interrupts import Interrupted
@@ -163,7 +163,8 @@ class SimulatedTransport(Transport):
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         given = tuple(digests[: self.max_digests])
         everywhere = self._simulation.meet(self.rank, "meet", given, on_wait)
-        return len(commonprefix(everywhere))  # noqa: RUF071 - of lists
+        aligned = zip(*everywhere, strict=False)
+        return len([*takewhile(lambda digests: len({*digests}) == 1, aligned)])
 
     def absent(self) -> list[int]:
         return self._simulation.missing(self.rank)

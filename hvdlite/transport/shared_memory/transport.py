@@ -107,9 +107,9 @@ class SharedMemoryTransport(Transport):
         self._places = {}
         for slot in barrier.others:
             if slot.digests(generation) != mine:
-                everywhere = [slot.digests(generation) for slot in barrier.slots]
-                same = os.path.commonprefix(everywhere)  # noqa: RUF071 - of bytes
-                return len(same) // DIGEST_SIZE
+                everywhere = sorted(slot.digests(generation) for slot in barrier.slots)
+                pairs = enumerate(zip(everywhere[0], everywhere[-1], strict=False))
+                return next((n for n, (a, b) in pairs if a != b), len(everywhere[0])) // DIGEST_SIZE
         for start in range(0, len(announced), 2):
             pair = slice(start, start + 2)
             places = [slot.numbers(generation)[pair] for slot in barrier.slots]
