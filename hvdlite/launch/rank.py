@@ -57,8 +57,7 @@ _LEAVE = 5.0
 # Seconds that a manager has to end the job when the launcher has gone.
 _ORPHANED = 4.0
 
-_MAX_READ = 1 << 16
-_MAX_LINE = 1 << 16
+_MAX_READ = _MAX_LINE = 1 << 16
 
 ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
@@ -442,11 +441,12 @@ def _end_rest(code: int) -> None:
     """
     this = os.getpid()
     for folder in glob.glob("/proc/[0-9]*") if os.getpgrp() == this else ():
-        with contextlib.suppress(OSError), open(f"{folder}/cmdline", "rb") as file:
-            pid, words = int(folder[6:]), file.read()
-            is_left = code or b"from multiprocessing." in words
-            if is_left and os.getpgid(pid) == this != pid and b"resource_tracker" not in words:
-                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # others' are not opened: that may wait for them
+            if os.getpgid(pid := int(folder[6:])) == this != pid:
+                with open(f"{folder}/cmdline", "rb") as file:
+                    words = file.read()
+                if (code or b"from multiprocessing." in words) and b"resource_tracker" not in words:
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _drain() -> None:
