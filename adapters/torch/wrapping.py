@@ -400,7 +400,11 @@ def change_class(optimizer: torch.optim.Optimizer, addition: type[Wrapped], name
     """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
     own = {"__module__": alias or kind.__module__}
-    optimizer.__class__ = type(kind.__name__, (addition, kind), own)
+    # Python takes the first base's layout, which must be the optimizer's, whatever that is derived
+    # from; methods are looked up in the addition first.
+    order = [*addition.__mro__[:-1], *kind.__mro__]
+    meta = type(type(kind).__name__, (type(kind),), {"mro": lambda cls: [cls, *order]})
+    optimizer.__class__ = meta(kind.__name__, (kind, addition), own)
     optimizer.register_step_pre_hook(addition._before_step)
     optimizer.register_step_post_hook(addition._after_step)
     wrapped: Any = optimizer
