@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from hvdlite.recipe import Sharding, Stream, batches
 from hvdlite.recipe.sharding import epoch_order
@@ -115,7 +116,8 @@ class ShardStream(IterableDataset[Any]):
 
     Every rank, and every worker of its DataLoader, reads all samples, keeps its own and drops the
     others, so all must read the same ones in the same order: a shuffle in the data set needs a
-    generator of its own, with the same seed on all ranks. Sample ``i`` belongs to rank
+    generator of its own, with the same seed on all ranks. A data set that divides its samples among
+    the workers by itself (``get_worker_info``) gives all to each here. Sample ``i`` belongs to rank
     ``i % size``, and workers assemble batches by turns. Every sample comes once, and all ranks make
     the same number of steps. At the end the last batch is smaller or, on some ranks, has one sample
     more; ``optimizer.step(batch_size=len(labels))`` weights it by its samples. For data that are
@@ -150,7 +152,18 @@ class ShardStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return map(self._collate, self._stream.part(number, parts))
+        batches = self._stream.part(number, parts)
+        while True:
+            # Many data sets divide their samples among the workers by themselves, by this number,
+            # and each worker would keep its part of a part.
+            torch_worker._worker_info = None
+            try:
+                batch = next(batches, None)
+            finally:
+                torch_worker._worker_info = worker
+            if batch is None:
+                return
+            yield self._collate(batch)
 
 
 class ElasticSampler(Sampler[int]):

@@ -9,20 +9,22 @@ from tests.harness import ranks
 pytest.importorskip("torch")
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import hvdlite.torch as hvd
 from hvdlite import recipe
 
 
 class Lines(IterableDataset):
-    """Samples of unknown number, as a file has them."""
+    """Samples of unknown number, as a file has them; each worker reads its own by default."""
 
     def __init__(self, count):
         self.count = count
 
     def __iter__(self):
-        yield from ((torch.full((2,), float(n)), n) for n in range(self.count))
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from ((torch.full((2,), float(n)), n) for n in range(first, self.count, step))
 
 
 @ranks(2)
