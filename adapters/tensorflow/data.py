@@ -13,8 +13,11 @@ from hvdlite.base.arguments import check_count
 from hvdlite.engine import runtime
 from hvdlite.recipe import Sharding
 from hvdlite.recipe._tree import map_leaves
+from hvdlite.recipe.seeding import own_number
 from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.world import parts, world
+
+_SEEDS = 2**31 - 1  # to which TensorFlow reduces a seed
 
 
 def shard(
@@ -122,7 +125,8 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         A transformation for ``dataset.apply``. The dataset must be in the same order on all ranks.
 
     Raises:
-        ValueError: From ``apply``: there are fewer samples than ranks.
+        ValueError: From ``apply``: there are fewer samples than ranks, or a ``shuffle`` before it
+            has no seed, or the one of this rank.
         tf.errors.InvalidArgumentError: From the iteration: the same, of unknown cardinality.
 
     Example::
@@ -133,6 +137,8 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     @unconverted
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         parts.current.refuse("hvd.sharded", "give hvd.shard arrays")
+        if world.size() > 1:
+            _check_shuffles(dataset)
         samples = int(dataset.cardinality())
         if samples < 0:
             return _by_turns(dataset, batch_size)
@@ -158,6 +164,26 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         return batches.apply(tf.data.experimental.assert_cardinality(sharding.steps))
 
     return apply
+
+
+def _check_shuffles(dataset: Any) -> None:
+    """Refuse an order that differs by rank: some samples would come twice, and others never."""
+    for source in dataset._inputs():
+        _check_shuffles(source)
+    if type(dataset).__name__ != "_ShuffleDataset":
+        return
+    seeds = tf.get_static_value(dataset._seed), tf.get_static_value(dataset._seed2)
+    own = own_number()
+    found = "has no seed" if seeds == (0, 0) else ""
+    if seeds[0] in (own % _SEEDS, own % 2**32 % _SEEDS):  # 32 bits: Keras has set it again
+        found = "has the seed of this rank, from hvd.seed"
+    if found:
+        raise ValueError(
+            f"a shuffle before hvd.sharded {found}, so each rank would read the samples in another "
+            "order, and some would come twice and others never: give it a seed, as in "
+            "dataset.shuffle(1000, seed=1) or list_files(pattern, seed=1), and call it before "
+            "hvd.seed(n) or inside of `with hvd.seed(n):`"
+        )
 
 
 def _by_turns(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:

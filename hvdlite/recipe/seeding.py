@@ -57,6 +57,11 @@ def last_seed() -> int:
     return _last
 
 
+def own_number() -> int:
+    """Return what frameworks are seeded with on this rank, after the last call of `seed`."""
+    return _number(np.random.SeedSequence(_last, spawn_key=(_BY_RANK, world.rank())))
+
+
 @contextmanager
 def _equal_inside(n: int) -> Iterator[None]:
     _seed_all(n, _EQUAL)
@@ -103,7 +108,7 @@ def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:
 def _seed_all(n: int, *stream: int, is_part: bool = False) -> int:
     # Keys, and not more entropy: SeedSequence([n]) would have the numbers of SeedSequence([n, 0]).
     sequence = np.random.SeedSequence(int(n), spawn_key=stream)
-    number = int(sequence.generate_state(1, np.uint64)[0])
+    number = _number(sequence)
     for framework, seeds_parts in _frameworks.items():
         if seeds_parts or not is_part:
             framework(number)
@@ -111,3 +116,7 @@ def _seed_all(n: int, *stream: int, is_part: bool = False) -> int:
     random.seed(number)
     np.random.seed(sequence.generate_state(8))
     return number
+
+
+def _number(sequence: np.random.SeedSequence) -> int:
+    return int(sequence.generate_state(1, np.uint64)[0])

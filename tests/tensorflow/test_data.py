@@ -188,6 +188,30 @@ def test_pipeline_with_a_shared_seed_is_shuffled_alike(size):
 
 
 @ranks(1, 2)
+def test_a_shuffle_whose_order_differs_by_rank_is_refused(size):
+    hvd.init()
+    numbers = tf.data.Dataset.range(20)
+    with hvd.seed(3):
+        alike = [numbers.shuffle(20), numbers.shuffle(20, seed=3)]
+    tf.random.set_seed(None)
+    without = [numbers.shuffle(20), numbers.shuffle(20).filter(lambda n: n < 9)]
+    hvd.seed(3)
+    own = [numbers.shuffle(20, seed=3), tf.data.Dataset.zip((numbers, numbers.shuffle(20)))]
+    for dataset in alike:
+        seen = everywhere(batch.numpy() for batch in dataset.apply(hvd.sharded(4)))
+        assert sorted(n for step in seen for own in step for n in own) == list(range(20))
+    for found, datasets in (("has no seed", without), ("of this rank", own)):
+        for dataset in datasets:
+            if size == 1:
+                assert len(list(hvd.shard(dataset, 4, shuffle=False))) > 1
+                continue
+            with pytest.raises(ValueError, match=found):
+                hvd.shard(dataset, 4, shuffle=False)
+    tf.random.set_seed(None)
+    hvd.shard(numbers.shuffle(20, seed=3), 4, shuffle=False)
+
+
+@ranks(1, 2)
 def test_pipeline_of_unknown_length_is_dealt_by_turns(size):
     hvd.init()
     makes = [lambda n: n, lambda n: (n, {"x": n}), lambda n: {"x": (n,)}]
