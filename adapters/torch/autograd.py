@@ -13,9 +13,9 @@ import torch
 
 from hvdlite import collectives
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.collectives import Route, describe_allgather, describe_group, run_alltoall
+from hvdlite.collectives import Route, describe_allgather, run_alltoall
 from hvdlite.collectives.recorded import RecordedCall
-from hvdlite.engine import Operation, runtime
+from hvdlite.engine import runtime
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import on_current_stream, to_array, to_tensor_like
@@ -45,18 +45,15 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RecordedCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        engine = runtime.engine(call.process_set)
-
-        def describe(tensor: torch.Tensor, name: str) -> Operation:
-            return describe_allgather(to_array(tensor, device_array), name, with_rows=True)
-
-        def describe_all(name: str) -> Operation:
-            return describe_group("grouped allgather", name, tensors, describe)
-
+        arrays = [to_array(tensor, device_array) for tensor in tensors]
         if call.grouped:
-            results = on_current_stream(engine.run("grouped_allgather", call.name, describe_all))
+            handle = collectives.grouped_allgather_async(
+                arrays, call.name, with_rows=True, process_set=call.process_set
+            )
+            results = on_current_stream(handle.wait())
         else:
-            results = [engine.run("allgather", call.name, partial(describe, tensors[0]))]
+            describe = partial(describe_allgather, arrays[0], with_rows=True)
+            results = [runtime.engine(call.process_set).run("allgather", call.name, describe)]
         results = [on_current_stream(result) for result in results]
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in tensors]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hvdlite import collectives
 from hvdlite.base import reduction
 from hvdlite.base.reduction import Average, ReduceOp
-from hvdlite.collectives import (
-    describe_allgather,
-    describe_allreduce,
-    describe_group,
-    describe_reducescatter,
-)
 from hvdlite.collectives.recorded import RecordedCall, members
 from hvdlite.compression import Compression, Strategy, check_strategy
-from hvdlite.engine import Operation, runtime
+from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.torch.autograd import Allgather, Allreduce, Reducescatter
-from hvdlite.torch.device_memory import device_array, device_converter
-from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
+from hvdlite.torch.device_memory import device_converter
+from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, synchronize
 from hvdlite.torch.persistent import memory_of
 from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
@@ -79,8 +74,12 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `grouped_allreduce` and return one handle; do not touch the tensors until then."""
+    listed: list[torch.Tensor] = []
     factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, op, factors, process_set, in_place=False)
+    handle = collectives.grouped_allreduce_async(
+        _arrays(tensors, listed, *factors), average, name, op, *factors, process_set=process_set
+    )
+    return TensorHandle(handle, _like, listed)
 
 
 def grouped_allreduce_(
@@ -109,42 +108,25 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `grouped_allreduce_` and return one handle; do not touch the tensors until then."""
+    listed: list[torch.Tensor] = []
+    outs: list[Any] = []  # known once the tensors are read
     factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, op, factors, process_set, in_place=True)
 
-
-def _allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None,
-    name: str | None,
-    op: ReduceOp | int | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    in_place: bool,
-) -> TensorHandle:
-    has_out: list[bool] = []  # for each tensor, whether the result is written to its memory
-
-    def prepare(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor, str], Operation]:
-        on_device = device_converter(tensors, *factors)
-        chosen = reduction.choose(average, op)
-
-        def describe(tensor: torch.Tensor, member: str) -> Operation:
-            array = to_array(tensor, on_device)
-            out = memory_of(tensor, array) if in_place else None
-            has_out.append(out is not None)
-            return describe_allreduce(array, member, chosen, *factors, out=out)
-
-        return describe
+    def arrays() -> Iterator[Any]:
+        for array in _arrays(tensors, listed, *factors):
+            outs.append(memory_of(listed[len(outs)], array))
+            yield array
 
     def convert(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            mark_written(result, tensor) if is_written else copy_result(result, tensor)
-            for result, tensor, is_written in zip(
-                on_current_stream(results), tensors, has_out, strict=True
-            )
+            copy_result(result, tensor) if out is None else mark_written(result, tensor)
+            for result, tensor, out in zip(on_current_stream(results), tensors, outs, strict=True)
         ]
 
-    return _submit("allreduce", name, tensors, prepare, process_set, convert if in_place else _like)
+    handle = collectives.grouped_allreduce_async(
+        arrays(), average, name, op, *factors, outs=outs, process_set=process_set
+    )
+    return TensorHandle(handle, convert, listed)
 
 
 def grouped_allgather(
@@ -165,11 +147,11 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `grouped_allgather` and return one handle; do not touch the tensors until then."""
-
-    def describe(tensor: torch.Tensor, member: str) -> Operation:
-        return describe_allgather(to_array(tensor, device_array), member)
-
-    return _submit("allgather", name, tensors, lambda tensors: describe, process_set)
+    listed: list[torch.Tensor] = []
+    handle = collectives.grouped_allgather_async(
+        _arrays(tensors, listed), name, process_set=process_set
+    )
+    return TensorHandle(handle, _like, listed)
 
 
 def grouped_reducescatter(
@@ -199,34 +181,22 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
     """Start `grouped_reducescatter` and return one handle; do not touch the tensors until then."""
-    factors = prescale_factor, postscale_factor
-
-    def prepare(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor, str], Operation]:
-        on_device = device_converter(tensors, *factors)
-        chosen = reduction.choose(None, op)
-        return lambda tensor, member: describe_reducescatter(
-            to_array(tensor, on_device), member, chosen, *factors
-        )
-
-    return _submit("reducescatter", name, tensors, prepare, process_set)
-
-
-def _submit(
-    kind: str,
-    name: str | None,
-    tensors: Sequence[torch.Tensor],
-    prepare: Callable[[list[torch.Tensor]], Callable[[torch.Tensor, str], Operation]],
-    process_set: ProcessSet,
-    convert: Callable[[Any, Any], Any] | None = None,
-) -> TensorHandle:
-    """Submit a group; ``prepare`` returns what describes a member, given all tensors."""
     listed: list[torch.Tensor] = []
+    factors = prescale_factor, postscale_factor
+    handle = collectives.grouped_reducescatter_async(
+        _arrays(tensors, listed, *factors), name, op, *factors, process_set=process_set
+    )
+    return TensorHandle(handle, _like, listed)
 
-    def describe(name: str) -> Operation:
-        listed.extend(members(tensors, torch.Tensor))
-        return describe_group(f"grouped {kind}", name, listed, prepare(listed))
 
-    return submit(f"grouped_{kind}", name, describe, convert or _like, listed, process_set)
+def _arrays(
+    tensors: Sequence[torch.Tensor], listed: list[torch.Tensor], *factors: float
+) -> Iterator[Any]:
+    """List the tensors of a group, and yield their arrays, once the group has its name."""
+    listed += members(tensors, torch.Tensor)
+    on_device = device_converter(listed, *factors)
+    for tensor in listed:
+        yield to_array(tensor, on_device)
 
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,21 +46,16 @@ def make_check(
     )
 
 
+@dataclass
 class _Replica:
     """A rank's optimizer and its parameters; arguments as of `make_check`."""
 
-    def __init__(
-        self,
-        find_optimizer: FindOptimizer,
-        names: Mapping[torch.Tensor, str],
-        parameters: Collection[torch.Tensor],
-    ) -> None:
-        self._find_optimizer = find_optimizer
-        self._names = names
-        self._parameters = parameters
-        # The options, and what they were made from.
-        self._options: list[tuple[str, Any]] = []
-        self._made_from: list[Any] | None = None
+    _find_optimizer: FindOptimizer
+    _names: Mapping[torch.Tensor, str]
+    _parameters: Collection[torch.Tensor]
+    # The options, and what they were made from.
+    _options: list[tuple[str, Any]] = field(default_factory=list)
+    _made_from: list[Any] | None = None
 
     def options(self) -> list[tuple[str, Any]]:
         """Return the class and the options of each group; those on a device are `values`."""
@@ -87,13 +83,12 @@ class _Replica:
         for parameter in self._parameters:
             name = self._names[parameter]
             for path in _paths(optimizer.state.get(parameter), ()):
-                find = partial(_find_state, self._find_optimizer, parameter, path)
+                find = partial(_find, self._find_optimizer, "state", (parameter, *path))
                 yield state_label(_joined(path), name), find
         for number, group in enumerate(optimizer.param_groups):
             for name in sorted(group):
                 if isinstance(group[name], torch.Tensor) and not _is_number(group[name]):
-                    path = number, name
-                    find = partial(_find_option, self._find_optimizer, path)
+                    find = partial(_find, self._find_optimizer, "param_groups", (number, name))
                     yield state_label(f"{name} in group {number}"), find
 
     def stride(self) -> int:
@@ -157,21 +152,12 @@ def _joined(path: Sequence[Any]) -> str:
     return f"{first}" + "".join(f"[{each!r}]" for each in others)
 
 
-def _find_state(find_optimizer: FindOptimizer, parameter: torch.Tensor, path: Sequence[Any]) -> Any:
-    optimizer = find_optimizer()
-    value: Any = None if optimizer is None else optimizer.state.get(parameter)
-    return _follow(value, path)
-
-
-def _find_option(find_optimizer: FindOptimizer, path: Sequence[Any]) -> Any:
-    optimizer = find_optimizer()
-    return None if optimizer is None else _follow(optimizer.param_groups, path)
-
-
-def _follow(value: Any, path: Sequence[Any]) -> Any:
+def _find(find_optimizer: FindOptimizer, part: str, path: Sequence[Any]) -> Any:
+    """Return what is at a path in a part of the optimizer now; None: nothing to compare."""
+    value: Any = getattr(find_optimizer(), part, None)
     for key in path:
         try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):  # it is another state now
+            value = value.get(key) if isinstance(value, Mapping) else value[key]
+        except (IndexError, TypeError):  # it is another state now
             return None
     return _as_tensor(value)

@@ -174,7 +174,8 @@ def on_current_stream(result: Any) -> Any:
 
 # Since torch 2.10 gradients may be of another dtype than their parameter.
 _GRADIENT_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
-_gradient_dtype = operator.attrgetter(_GRADIENT_DTYPE)
+#: Returns the dtype of a parameter's gradients; None: they may be of any.
+gradient_dtype: Callable[[torch.Tensor], torch.dtype | None] = operator.attrgetter(_GRADIENT_DTYPE)
 _properties = operator.attrgetter("dtype", "is_cuda", "shape", _GRADIENT_DTYPE)
 
 
@@ -189,13 +190,7 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
         places: list[Any] = [*map(torch.Tensor.data_ptr, tensors)]
     except RuntimeError:  # a class of tensors without memory of their own
         return []
-    return [*places, *map(_gradient_dtype, tensors)]
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype of a parameter's gradients; None: they may be of any."""
-    dtype: torch.dtype | None = _gradient_dtype(parameter)
-    return dtype
+    return [*places, *map(gradient_dtype, tensors)]
 
 
 def share(tensor: torch.Tensor, lane: Lane) -> bool:

@@ -43,6 +43,7 @@ alias = ""
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
+@untraced_methods("clip_grad_norm_")
 class Wrapped:
     """The methods that `DistributedOptimizer` adds to every optimizer's class."""
 
@@ -64,7 +65,25 @@ class Wrapped:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip the norm of this rank's gradients, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        """Clip the norm of the averaged gradients, between ``backward()`` and ``step()``.
+
+        It waits for the exchange first, so all ranks clip by the same factor, and ``step()`` needs
+        no `skip_synchronize`. Where ranks do not exchange gradients (in a schedule of local steps,
+        with op=hvd.Adasum, outside the process set), each clips its own.
+
+        Args:
+            max_norm: as those that follow, of ``torch.nn.utils.clip_grad_norm_``.
+            norm_type: the p of the norm, ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
+            foreach: whether to use the faster implementation; None: if the device has it.
+
+        Returns:
+            The norm of all gradients of the optimizer as one vector, before clipping.
+
+        Raises:
+            HorovodInternalError, RuntimeError: as for `synchronize`.
+        """
+        self._prepare_clipping()
         return torch.nn.utils.clip_grad_norm_(
             self._trainable(), max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -73,19 +92,13 @@ class Wrapped:
         groups = map(_params, self.param_groups)
         return [*filter(_requires_grad, itertools.chain.from_iterable(groups))]
 
-    def _prepare_unscaling(self, enabled: bool) -> None:
-        """Prepare for a GradScaler that unscales gradients, or would do so if it were enabled."""
-
-    def _prepare_scaled_step(self, batch_size: int | None) -> None:
-        """Prepare for a GradScaler that decides whether a step is taken."""
+    def _prepare_clipping(self) -> None:
+        """Let the gradients be what `clip_grad_norm_` clips."""
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare a step, as a hook of torch; return its arguments."""
         checked_samples(kwargs.pop("batch_size", None))
         return args, kwargs
-
-    def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
-        """End a step; a GradScaler calls this, too, because it may skip the step."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -96,14 +109,14 @@ class Wrapped:
     __deepcopy__ = __reduce_ex__
 
 
-@untraced_methods("synchronize", "clip_grad_norm_", "zero_grad", "_before_step", "_after_step")
+@untraced_methods("synchronize", "zero_grad", "_before_step", "_after_step")
 class Distributed(Wrapped):
     """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
 
     _reducer: Reducer
     _exchange_state: ExchangeState
-    _skipping: bool
-    _synchronized_by: str  # the last method that did
+    _skipping = False
+    _synchronized_by = ""  # the last method that did
     _losses: LossExchange
     # The batch_size of each closure that runs: a step() that calls its parent's wraps it twice.
     _evaluating: list[int | None]
@@ -118,10 +131,10 @@ class Distributed(Wrapped):
         label = next_label("DistributedOptimizer", options.process_set)
         reducer, state = cls._make(optimizer, names, options, label)
         wrapped = change_class(optimizer, cls, names)
+        wrapped.register_step_post_hook(cls._after_step)
         wrapped._reducer = reducer
         wrapped._exchange_state = state
-        wrapped._skipping, wrapped._evaluating = False, []
-        wrapped._synchronized_by = ""
+        wrapped._evaluating = []
         wrapped._losses = LossExchange(losses, reducer.op, options.process_set)
         average_before_scaling()
         wrapped._begin(options, label)
@@ -162,35 +175,10 @@ class Distributed(Wrapped):
         self._reducer.finish(samples)
         self._synchronized_by = "synchronize()"
 
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        """Clip the norm of the averaged gradients, between ``backward()`` and ``step()``.
-
-        It waits for the exchange first, so all ranks clip by the same factor, and ``step()`` needs
-        no `skip_synchronize`. Where ranks do not exchange gradients (in a schedule of local steps,
-        with op=hvd.Adasum, outside the process set), each clips its own.
-
-        Args:
-            max_norm: as those that follow, of ``torch.nn.utils.clip_grad_norm_``.
-            norm_type: the p of the norm, ``math.inf`` for the largest absolute value.
-            error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
-            foreach: whether to use the faster implementation; None: if the device has it.
-
-        Returns:
-            The norm of all gradients of the optimizer as one vector, before clipping.
-
-        Raises:
-            HorovodInternalError, RuntimeError: as for `synchronize`.
-        """
+    def _prepare_clipping(self) -> None:
         if not self._synchronized:
             self.synchronize()
         self._synchronized_by = "clip_grad_norm_()"
-        return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what compression and schedule remember, if they do.
@@ -346,12 +334,14 @@ class Distributed(Wrapped):
         return loss if total is None else _loss_like(loss, total)
 
     def _prepare_unscaling(self, enabled: bool) -> None:
+        """Prepare for a GradScaler that unscales gradients, or would do so if it were enabled."""
         # Also for a scaler that is not enabled: what follows, clipping mostly, is for averages.
         if not self._synchronized:
             self.synchronize()
             self._synchronized_by = "unscale_()"
 
     def _prepare_scaled_step(self, batch_size: int | None) -> None:
+        """Prepare for a GradScaler that decides whether a step is taken."""
         if self._skipping or not self._synchronized:
             self._prepare_step(batch_size)
 
@@ -370,6 +360,7 @@ class Distributed(Wrapped):
         return replace(partial(self._evaluate, closure, batch_size))
 
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        """End a step; a GradScaler calls this, too, because it may skip the step."""
         # Exchange the next step even without a new gradient here: another rank may have one.
         self._reducer.averaged = False
 
@@ -406,7 +397,6 @@ def change_class(optimizer: torch.optim.Optimizer, addition: type[Wrapped], name
     meta = type(type(kind).__name__, (type(kind),), {"mro": lambda cls: [cls, *order]})
     optimizer.__class__ = meta(kind.__name__, (kind, addition), own)
     optimizer.register_step_pre_hook(addition._before_step)
-    optimizer.register_step_post_hook(addition._after_step)
     wrapped: Any = optimizer
     wrapped._parameter_names = names
     return wrapped
@@ -454,13 +444,13 @@ def average_before_scaling() -> None:
 
     @functools.wraps(unscale)
     def unscale_averages(self: GradScaler, optimizer: Any) -> None:
-        if isinstance(optimizer, Wrapped):
+        if isinstance(optimizer, Distributed):
             optimizer._prepare_unscaling(self.is_enabled())
         unscale(self, cast(Any, optimizer))
 
     @functools.wraps(step)
     def step_on_averages(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (isinstance(optimizer, Wrapped) and self.is_enabled()):
+        if not (isinstance(optimizer, Distributed) and self.is_enabled()):
             return step(self, optimizer, *args, **kwargs)
         optimizer._prepare_scaled_step(kwargs.get("batch_size"))
         result = step(self, cast(Any, optimizer), *args, **kwargs)
