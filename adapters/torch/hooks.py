@@ -156,6 +156,11 @@ class GradientHooks:
             or any(map(_seen, self._bucket_hooks))
         )
 
+    @property
+    def has_new(self) -> bool:
+        """Return whether gradients have been computed for which `finish` has not been called."""
+        return self.in_flight or any(self._step.passes)
+
     # Registration
 
     def _find_buffers(self) -> None:

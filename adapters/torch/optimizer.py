@@ -43,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Gradients are exchanged while the backward pass goes on, in buckets. ``step()`` waits
     for them; so does ``synchronize()``, for those who need the averaged gradients before
-    the step. (``optimizer.clip_grad_norm_(1.0)`` waits and clips.) ::
+    the step. (``torch.nn.utils.clip_grad_norm_`` waits, too, and then clips.) ::
 
         optimizer.synchronize()
         norms = [p.grad.norm() for p in model.parameters()]

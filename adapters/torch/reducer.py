@@ -31,6 +31,7 @@ from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
+_has_new = attrgetter("has_new")
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
@@ -44,6 +45,7 @@ class Reducer:
     Attributes:
         passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
+        are_used: whether a step in the current world has used those that were there.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Reducer:
         self.op = options.reduction.op
         self.sparse_as_dense = options.sparse_as_dense
         self.passes_per_step = options.passes
-        self.averaged = False
+        self.averaged = self.are_used = False
         self._options = options
         self._state = state
         self._engine = runtime.engine(options.process_set)
@@ -174,6 +176,12 @@ class Reducer:
         """Return whether gradients have arrived for which `finish` has not been called."""
         return self._unfinished is not None or any(map(_in_flight, self._hooks))
 
+    def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether they may have gradients that no exchange and no step has used."""
+        is_attached = self._attached.issuperset(map(id, parameters))
+        is_idle = is_attached and self.are_used and not self.in_flight
+        return not is_idle or any(map(_has_new, self._hooks))
+
     def finish(self, samples: int | None = None) -> None:
         """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
 
@@ -232,7 +240,7 @@ class Reducer:
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
-        self.averaged = False
+        self.averaged = self.are_used = False
         self._unfinished = None
         for hooks in self._hooks:
             hooks.restart()

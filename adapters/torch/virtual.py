@@ -56,7 +56,7 @@ class VirtualReducer:
 
     process_set: ProcessSet = global_process_set
     passes_per_step = 1
-    in_flight = False
+    in_flight = are_used = False
     weight = 1.0
 
     def __init__(
@@ -81,6 +81,10 @@ class VirtualReducer:
         self._look_around()
         check = make_check(self._find_optimizer, names, self._parameters)
         self.exchange = VirtualExchange(label, options.strategy, options.reduction, check)
+
+    def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return False: there are no hooks to tell, and torch clips each virtual rank's own."""
+        return False
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange these parameters' gradients."""

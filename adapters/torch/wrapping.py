@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Real
@@ -41,6 +42,9 @@ STATE = "hvdlite"
 alias = ""
 
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
+
+# The distributed optimizers that there are, in the order in which all ranks have wrapped them.
+_wrapped: list[weakref.ref[Distributed]] = []
 
 
 @untraced_methods("clip_grad_norm_")
@@ -137,6 +141,8 @@ class Distributed(Wrapped):
         wrapped._evaluating = []
         wrapped._losses = LossExchange(losses, reducer.op, options.process_set)
         average_before_scaling()
+        average_before_clipping()
+        _wrapped.append(weakref.ref(wrapped, _wrapped.remove))
         wrapped._begin(options, label)
         return optimizer
 
@@ -362,7 +368,7 @@ class Distributed(Wrapped):
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         """End a step; a GradScaler calls this, too, because it may skip the step."""
         # Exchange the next step even without a new gradient here: another rank may have one.
-        self._reducer.averaged = False
+        self._reducer.averaged, self._reducer.are_used = False, True
 
 
 class Outside(Wrapped):
@@ -459,3 +465,38 @@ def average_before_scaling() -> None:
 
     GradScaler.unscale_ = unscale_averages  # type: ignore[method-assign]
     GradScaler.step = step_on_averages  # type: ignore[method-assign]
+
+
+@functools.cache
+def average_before_clipping() -> None:
+    """Make torch's functions that clip gradients wait for the averages, which are to be clipped.
+
+    A program that has imported one by its name keeps it, and is told of `clip_grad_norm_` by the
+    error that the step raises. For parameters of no distributed optimizer they work as before.
+    """
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(torch.nn.utils, name, _after_exchange(getattr(torch.nn.utils, name)))
+
+
+def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def clip_averages(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            is_one = isinstance(parameters, torch.Tensor)
+            parameters = [parameters] if is_one else [*parameters]  # perhaps of a generator
+            _wait_for_averages({*map(id, parameters)})
+        return clip(parameters, *args, **kwargs)
+
+    return clip_averages
+
+
+def _wait_for_averages(parameters: set[int]) -> None:
+    """Exchange the gradients of parameters, by id, if there are new ones, here or elsewhere."""
+    for reference in reversed(_wrapped):  # of two with the same parameters, the last exchanges them
+        optimizer = reference()
+        own = [] if optimizer is None else optimizer._trainable()
+        if optimizer is None or parameters.isdisjoint(map(id, own)):
+            continue
+        parameters = parameters.difference(map(id, own))
+        if optimizer._reducer.may_have_new(own) or all(each.grad is None for each in own):
+            optimizer._prepare_clipping()

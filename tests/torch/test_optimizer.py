@@ -136,6 +136,63 @@ def check_clipping_by_each_rank(**options):
     optimizer.step()
 
 
+def clip_by_torch(kind, weights):
+    if kind == "value":
+        torch.nn.utils.clip_grad_value_(weights, 0.25)
+    else:
+        generator = (weight for weight in weights)
+        torch.nn.utils.clip_grad_norm_(generator, 0.25 if kind == "norm" else 1e9)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["norm", "value", "no gradient"])
+def test_torch_clips_averages(kind):
+    """One rank may have no gradient; another optimizer's in flight stay as they are."""
+    hvd.init()
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD([each], lr=1.0), [("it", each)])
+        for each in (first, second)
+    ]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if kind != "no gradient" or hvd.rank() == 0:
+            (first * torch.tensor([3.0, 5.0 - hvd.rank()])).sum().backward()
+        (second * (hvd.rank() + 1)).sum().backward()
+        for weight in (first, second):
+            clip_by_torch(kind, [weight])
+            clip_by_torch(kind, [weight])  # these are averages already
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.nn.utils.clip_grad_norm_([first], 1e9) > 0  # the step's, on any rank
+    averages = [3.0, 2.5 if kind == "no gradient" else 4.5], [1.5, 1.5]
+    if kind == "no gradient":
+        averages[0][0] = 1.5
+    for weight, average in zip((first, second), averages, strict=True):
+        expected = torch.tensor(average)
+        if kind == "norm":
+            expected *= 0.25 / expected.norm()
+        elif kind == "value":
+            expected = expected.clamp(max=0.25)
+        torch.testing.assert_close(weight.detach(), -3 * expected, rtol=1e-5, atol=1e-5)
+
+
+@ranks(2)
+def test_torch_clips_the_averages_of_what_adds_up_still():
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    plain = torch.optim.SGD([weight], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, [("it", weight)], backward_passes_per_step=3)
+    for limit, expected in ((0.5, 0.5), (1.75, 1.75), (10.0, 3.25)):
+        (weight * (hvd.rank() + 1)).sum().backward()
+        torch.nn.utils.clip_grad_value_([weight], limit)
+        assert weight.grad.tolist() == [expected] * 2
+    optimizer.step()
+    assert weight.tolist() == [-3.25] * 2
+
+
 @ranks(2)
 def test_gradients_that_cannot_be_clipped():
     hvd.init()

@@ -323,7 +323,11 @@ class Training:
         self.has_clipped = True
         arguments = 0.5, np.inf if step.way == "clip by the largest" else 2.0
         norm = torch.nn.utils.clip_grad_norm_(trained, *arguments)
-        if step.way == "clip after":
+        used = [self.own.parameters[n] for n in step.used[hvd.rank()] if step.passes[hvd.rank()]]
+        # Without a new gradient here, torch's function clips the last one, if it is there still.
+        computes = any(each is one for each in used for one in self.own.trained(optimizer))
+        is_averaged = self.program.is_weighted or self.program.is_scaled  # step() would warn
+        if step.way == "clip after" or (step.number % 2 and computes and not is_averaged):
             found = torch.nn.utils.clip_grad_norm_(self.own.trained(optimizer), *arguments)
         else:
             found = optimizer.clip_grad_norm_(*arguments)
