@@ -31,10 +31,26 @@ PARTS = [["0.weight"], ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]]
 
 
 def loss_of(model, rank, step):
+    """Rank 0 alone uses the last layer, and nobody in step 1."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (6, 2))
-    output = model[:3](x) + (model[3](x) if rank == 0 else 0)
+    output = model[:3](x)
+    if rank == 0 and step != 1:
+        output = output + model[3](x)
     return (output - y).square().mean()
+
+
+def closure_of(model, optimizer, rank, step):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+CLIP = 0.5
 
 
 def sgd(parameters):
@@ -70,18 +86,21 @@ class Simulation:
         self.shared = make_model()
         self.outer = torch.optim.SGD(self.shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
-    def step(self, step, share=False, clip=None):
+    def step(self, step):
+        """Make the step of each rank on its own gradients."""
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
+            optimizer.step(closure_of(model, optimizer, rank, step))
+
+    def clipped_step(self, step, share):
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            closure_of(model, optimizer, rank, step)()
         if share:
             for group in zip(*(model.parameters() for model in self.models), strict=True):
                 own = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
                 for parameter in group:
                     parameter.grad = sum(own) / len(own)
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
 
     @torch.no_grad()
@@ -124,7 +143,7 @@ def test_local_sgd_after_shared_steps_with_clipping(size):
             optimizer.zero_grad()
             loss_of(model, hvd.rank(), step).backward()
             optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             with optimizer.skip_synchronize():
                 optimizer.step()
             if step in (1, 3, 5):
@@ -135,7 +154,7 @@ def test_local_sgd_after_shared_steps_with_clipping(size):
     assert sum("bucket" in name for name in count) == (0 if size == 1 else 2)
     simulation = Simulation(size)
     for step in range(7):
-        simulation.step(step, share=step < 2, clip=0.5)
+        simulation.clipped_step(step, share=step < 2)
         if step in (3, 5):
             simulation.average()
     assert_as(model, simulation.models[hvd.rank()])
@@ -314,21 +333,9 @@ def test_closures():
     simulation = Simulation(2, make)
     for step in range(2):
         optimizer.step(closure_of(model, optimizer, hvd.rank(), step))
-        for rank in range(2):
-            inner = simulation.optimizers[rank]
-            inner.step(closure_of(simulation.models[rank], inner, rank, step))
+        simulation.step(step)
     simulation.average()
     assert_as(model, simulation.models[hvd.rank()], 1e-8)
-
-
-def closure_of(model, optimizer, rank, step):
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        return loss
-
-    return closure
 
 
 @ranks(2)
