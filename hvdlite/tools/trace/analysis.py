@@ -114,7 +114,7 @@ class _Waits:
 
     def __init__(self, ranks: Sequence[RankRecord], is_horovod: bool) -> None:
         size = len(ranks)
-        matched = _match([each.inside.select(each.inside.ready >= 0) for each in ranks])
+        matched = _match([each.inside[each.inside.ready >= 0] for each in ranks])
         waited = np.array([own.start - own.ready for own in matched], np.int64)
         self.last = waited.argmin(axis=0)
         excess = waited - waited.min(axis=0)
@@ -150,7 +150,7 @@ def _match(operations: Sequence[Operations]) -> list[Operations]:
     matched = []
     for own, key in zip(operations, keys, strict=True):
         order = np.argsort(key)
-        matched.append(own.select(order[np.searchsorted(key[order], common)]))
+        matched.append(own[order[np.searchsorted(key[order], common)]])
     return matched
 
 
