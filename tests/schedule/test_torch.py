@@ -161,21 +161,6 @@ def test_local_sgd_after_shared_steps_with_clipping(size):
 
 
 @ranks(2)
-def test_gradients_stay_local(size):
-    hvd.init()
-    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=3))
-    alone = make_model()
-    for each in (model, alone):
-        loss_of(each, hvd.rank(), 0).backward()
-    with exchanges() as count:
-        optimizer.synchronize()
-    assert not count
-    for own, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        assert (own.grad is None) == (expected.grad is None)
-        assert own.grad is None or torch.equal(own.grad, expected.grad)
-
-
-@ranks(2)
 def test_diloco(size):
     hvd.init()
     model, optimizer = wrapped(hvd.Schedule.DiLoCo(every=2), adam)
@@ -342,21 +327,8 @@ def test_closures():
 def test_what_is_refused():
     hvd.init()
     local = hvd.Schedule.LocalSGD(every=2)
-    for options, kind, words in (
-        ({"op": hvd.Adasum}, ValueError, "averages weights, which op=hvd.Adasum does not"),
-        ({"op": hvd.Sum}, ValueError, "averages weights, which op=hvd.Sum does not"),
-        ({"gradient_predivide_factor": 2.0}, ValueError, "is about gradients"),
-        ({"sparse_as_dense": True}, ValueError, "sparse_as_dense=True"),
-        (
-            {"compression": hvd.Compression.ErrorFeedback(hvd.Compression.fp16)},
-            ValueError,
-            "is for gradients only",
-        ),
-    ):
-        with pytest.raises(kind, match=words):
-            wrapped(local, **options)
-    with pytest.raises(TypeError, match="is no schedule"):
-        wrapped("LocalSGD")
+    with pytest.raises(ValueError, match=r"averages weights, which op=hvd\.Adasum does not"):
+        wrapped(local, op=hvd.Adasum)
     model, optimizer = wrapped(local)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(optimizer)
@@ -379,18 +351,6 @@ def test_ranks_with_different_schedules(size):
         model, optimizer = wrapped(schedule if differs else hvd.Schedule.LocalSGD(every=2))
         with pytest.raises(hvd.MismatchError, match=words):
             train(model, optimizer, 1)
-
-
-@ranks(2)
-def test_the_default_has_a_name():
-    hvd.init()
-    weights = []
-    for schedule in (None, hvd.Schedule.EveryStep()):
-        model, optimizer = wrapped(schedule)
-        train(model, optimizer, 2)
-        assert not hasattr(optimizer, "average_weights")
-        weights.append(model[0].weight.detach())
-    assert torch.equal(*weights)
 
 
 @ranks(2)
@@ -481,13 +441,6 @@ def test_a_model_that_is_converted_after_wrapping():
 @ranks(2)
 def test_adasum_gets_the_whole_copy(monkeypatch):
     memory.check_whole_copies(monkeypatch, op=hvd.Adasum)
-
-
-@ranks(1)
-def test_a_name_that_is_none_of_the_presets():
-    hvd.init()
-    with pytest.raises(ValueError, match=r"'fp17' is no compression; use one of hvd.Compress"):
-        wrapped(None, compression="fp17")
 
 
 @ranks(2)
