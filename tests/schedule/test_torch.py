@@ -226,6 +226,7 @@ def test_accumulation_is_that_of_backward_passes():
     for options in ({"schedule": hvd.Schedule.Accumulate(2)}, {"backward_passes_per_step": 2}):
         model = make_model()
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), **options)
+        assert not hasattr(optimizer, "average_weights")
         with exchanges() as count:
             for step in range(4):
                 loss_of(model, hvd.rank(), step).backward()
