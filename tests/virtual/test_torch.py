@@ -81,6 +81,12 @@ def train(model, optimizer, epochs=2, **options):
     return steps
 
 
+def loading(x, batch_size, workers, seed=0):
+    """Return a sampler of tensors, and a loader by it with so many workers."""
+    sampler = hvd.ShardSampler(x, batch_size=batch_size, seed=seed)
+    return sampler, torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+
+
 def take_part(optimizer, compute):
     """Take the turn of a virtual rank."""
     compute(hvd.virtual_rank())
@@ -213,8 +219,7 @@ def test_sum_average_and_gradients_that_are_missing(op, factor):
 def test_a_sampler_of_torch(workers):
     x = torch.from_numpy(data())
     with virtual():
-        sampler = hvd.ShardSampler(x, batch_size=4, seed=1)
-        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+        sampler, loader = loading(x, 4, workers, seed=1)
         model = make_model()
         optimizer = wrap(model)
         for _ in range(2):
@@ -669,8 +674,7 @@ def test_a_forward_pass_between_epochs_of_a_loader(workers):
     x = torch.arange(4.0 * SIZE).reshape(-1, 1).expand(-1, SIZE)
     with virtual():
         model, optimizer = remembering()
-        sampler = hvd.ShardSampler(len(x), batch_size=2)
-        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+        _, loader = loading(x, 2, workers)
         for _ in range(2):
             for batch in loader:
                 model(batch.sum(0)).backward()
@@ -750,10 +754,7 @@ def test_gradients_accumulated_by_hand(workers):
     with virtual():
         batches = hvd.shard(np.ones((8 * SIZE, 3), np.float32), batch_size=1)
         if workers is not None:
-            sampler = hvd.ShardSampler(8 * SIZE, batch_size=1)
-            batches = torch.utils.data.DataLoader(
-                torch.ones(8 * SIZE, 3), batch_sampler=sampler, num_workers=workers
-            )
+            _, batches = loading(torch.ones(8 * SIZE, 3), 1, workers)
         optimizer = wrap(torch.nn.Linear(3, 1))
         taken = iter(batches)
 
@@ -834,8 +835,7 @@ def test_positions_count_steps(workers):
         optimizer = wrap(make_model())
         loader = data_source = hvd.shard(x.numpy(), batch_size=2)
         if workers is not None:
-            data_source = hvd.ShardSampler(x, batch_size=2)
-            loader = torch.utils.data.DataLoader(x, batch_sampler=data_source, num_workers=workers)
+            data_source, loader = loading(x, 2, workers)
         steps = 0
         for _ in loader:
             optimizer.step()
