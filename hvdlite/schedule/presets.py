@@ -26,25 +26,26 @@ def singa(dist_option: str = "fp32", spars: float = 0.05, corr: bool = True) -> 
     Raises:
         ValueError: there is no such name, or ``spars`` is out of range.
     """
-    if dist_option not in _MODES:
-        raise ValueError(
-            f"{dist_option!r} is none of SINGA's names: {', '.join(_MODES)}; for others use "
-            "hvd.Compression"
-        )
-    return _MODES[dist_option](spars, corr)
+    if dist_option in _SPARSE:
+        strategy = _SPARSE[dist_option](spars)
+        return Preset(ErrorFeedback(strategy) if corr else strategy)
+    if dist_option in _OTHERS:
+        return _OTHERS[dist_option]
+    raise ValueError(
+        f"{dist_option!r} is none of SINGA's names: {', '.join(NAMED)}; for others use "
+        "hvd.Compression"
+    )
 
 
-# SINGA averages at most 2**21 elements of float32 after a step.
-_MODES: dict[str, Callable[[float, bool], Preset]] = {
-    "fp32": lambda spars, corr: Preset(Compression.none),
-    "fp16": lambda spars, corr: Preset(Compression.fp16),
-    "partialUpdate": lambda spars, corr: Preset(Compression.none, PartialSync(bytes=2**23)),
-    "sparseTopK": lambda spars, corr: Preset(_corrected(TopK(spars), corr)),
-    "sparseThreshold": lambda spars, corr: Preset(_corrected(Threshold(spars), corr)),
+_SPARSE: dict[str, Callable[[float], Strategy]] = {
+    "sparseTopK": TopK,
+    "sparseThreshold": Threshold,
+}
+_OTHERS = {
+    "fp32": Preset(Compression.none),
+    "fp16": Preset(Compression.fp16),
+    # SINGA averages at most 2**21 elements of float32 after a step.
+    "partialUpdate": Preset(Compression.none, PartialSync(bytes=2**23)),
 }
 #: What makes the preset of a mode with the default values.
-NAMED = {mode: partial(singa, mode) for mode in _MODES}
-
-
-def _corrected(strategy: Strategy, corr: bool) -> Strategy:
-    return ErrorFeedback(strategy) if corr else strategy
+NAMED = {mode: partial(singa, mode) for mode in (*_OTHERS, *_SPARSE)}
