@@ -135,21 +135,6 @@ def test_closures_are_steps_of_this_ranks_own():
 
 
 @ranks(2)
-def test_schedulers_made_before_and_late_parameters():
-    hvd.init()
-    model = make_model()
-    sgd = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd, step_size=1)  # which replaces step
-    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Adasum)
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    moved = model[2].weight.detach().clone()
-    train(model, optimizer, 2)
-    scheduler.step()
-    assert not torch.equal(model[2].weight, moved)
-    assert_identical_on_all_ranks(model)
-
-
-@ranks(2)
 def test_a_subclass_that_calls_its_parents_step():
     hvd.init()
 
