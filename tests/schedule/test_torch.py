@@ -95,9 +95,9 @@ class Simulation:
             closure_of(model, optimizer, rank, step)()
         if share:
             for group in zip(*(model.parameters() for model in self.models), strict=True):
-                own = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+                own = [parameter.grad for parameter in group if parameter.grad is not None]
                 for parameter in group:
-                    parameter.grad = sum(own) / len(own)
+                    parameter.grad = sum(own) / len(group) if own else None
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
