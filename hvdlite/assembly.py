@@ -40,7 +40,7 @@ def _plan(place: int, places: int) -> None:
 
 
 def _presets() -> Mapping[str, Callable[[], options.Preset]]:
-    from hvdlite.schedule.presets import NAMED
+    from hvdlite.schedule.schedules import NAMED
 
     return NAMED
 

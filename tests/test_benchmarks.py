@@ -66,18 +66,6 @@ def test_the_figure_of_the_readme(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_scaling(run):
-    arguments = ("--ranks", "2", "--batch", "2", "--steps", "1", "--rounds", "1")
-    records, _ = run("scaling", *arguments)
-    assert [record["processes"] for record in records] == [1, 2]
-    for record in records:
-        assert set(record["images_per_second"]) == {"hvdlite", "alone"}
-        assert record["efficiency"]["median"] == pytest.approx(
-            record["speedup"]["median"] / record["processes"]
-        )
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_slow_link(run):
     names = ("none", "PowerSGD, rank 4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -22,7 +23,7 @@ from hvdlite.tools.bench.workloads import (
     WORKLOADS,
 )
 
-Wrapping = Callable[[tf.GradientTape], tf.GradientTape]
+Wrapping = Callable[[tf.GradientTape], Any]
 
 
 class Replica:
@@ -80,7 +81,7 @@ def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[
     ways: dict[str, Wrapping] = {
         "alone": lambda tape: tape,
         "hvdlite": hvd.DistributedGradientTape,
-        "mpi": lambda tape: _AveragingTape(comm, tape),
+        "mpi": lambda tape: _averaging(comm, tape),
     }
     if "horovod" in names:
         ways["horovod"] = start_horovod("tensorflow").DistributedGradientTape
@@ -90,24 +91,22 @@ def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[
     hvd.shutdown()
 
 
-class _AveragingTape:
+def _averaging(comm: MPI.Comm, tape: tf.GradientTape) -> Any:
     """Average the gradients after the backward pass, one by one, by plain MPI."""
 
-    def __init__(self, comm: MPI.Comm, tape: tf.GradientTape) -> None:
-        self._comm = comm
-        self._tape = tape
+    def average(*gradients: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        averages = [each / np.float32(comm.size) for each in gradients]
+        for each in averages:
+            comm.Allreduce(MPI.IN_PLACE, each)
+        return averages
 
-    def gradient(self, target: tf.Tensor, sources: Sequence[Any]) -> Sequence[tf.Tensor]:
-        gradients = self._tape.gradient(target, sources)
-        averages = tf.numpy_function(self._average, gradients, [each.dtype for each in gradients])
+    def gradient(target: tf.Tensor, sources: Sequence[Any]) -> Sequence[tf.Tensor]:
+        gradients = tape.gradient(target, sources)
+        averages = tf.numpy_function(average, gradients, [each.dtype for each in gradients])
         pairs = zip(averages, sources, strict=True)
         return [tf.ensure_shape(average, source.shape) for average, source in pairs]
 
-    def _average(self, *gradients: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        averages = [each / np.float32(self._comm.size) for each in gradients]
-        for average in averages:
-            self._comm.Allreduce(MPI.IN_PLACE, average)
-        return averages
+    return SimpleNamespace(gradient=gradient)
 
 
 # Models

@@ -116,7 +116,8 @@ class Replica:
         """Return the last step's gradients, flat."""
         found = [parameter.grad for parameter in self.model.parameters()]
         gradients = [getattr(each, "full_tensor", lambda each=each: each)() for each in found]
-        return torch.cat([torch.flatten(each) for each in gradients if each is not None]).numpy()
+        flat = torch.cat([torch.flatten(each) for each in gradients if each is not None])
+        return flat.cpu().numpy()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ Scripts that are started in any other way are not affected.
     names      Horovod's modules, and the modules of hvdlite that provide their contents
     finder     imports them
     util       helpers that other libraries import from Horovod
-    __main__   runs a script, a module or code with the finder in place
+    __main__   runs Python again, with bootstrap on its path
     bootstrap  a folder for PYTHONPATH, by which it reaches processes that a script starts
 """
 

@@ -72,9 +72,6 @@ class Finder(MetaPathFinder, Loader):
         origin = f"hvdlite ({MODULES[fullname].module})"
         return ModuleSpec(fullname, self, origin=origin, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make an ordinary module."""
-
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module with the names that hvdlite provides.
 

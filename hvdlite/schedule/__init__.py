@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hvdlite.schedule.presets import singa
-from hvdlite.schedule.schedules import Schedule
+from hvdlite.schedule.schedules import Schedule, singa
 
 __all__ = ["Schedule", "singa"]

@@ -1,20 +1,28 @@
-"""The values that ``schedule=`` takes.
+"""The values that ``schedule=`` takes, and SINGA's modes, which are presets of them.
 
 Ranks exchange gradients before a step or, if the step is *local*, weights after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
 from hvdlite.base.arguments import check_count, check_momentum, check_positive
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression import Parameter, Reduction, Strategy
-from hvdlite.gradients.options import ExchangeSchedule
+from hvdlite.compression import (
+    Compression,
+    ErrorFeedback,
+    Parameter,
+    Reduction,
+    Strategy,
+    Threshold,
+    TopK,
+)
+from hvdlite.gradients.options import ExchangeSchedule, Preset
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,3 +277,47 @@ class Schedule:
     PartialSync = PartialSync
     LocalSGD = LocalSGD
     DiLoCo = DiLoCo
+
+
+# The modes of Apache SINGA
+
+
+def singa(dist_option: str = "fp32", spars: float = 0.05, corr: bool = True) -> Preset:
+    """Return the preset for a mode of Apache SINGA's ``DistOpt``, for ``compression=``.
+
+    The name alone, ``compression="sparseTopK"``, is the preset with the default values.
+
+    Args:
+        dist_option: ``"fp32"``: gradients unchanged; ``"fp16"``: gradients as 16-bit floats;
+            ``"partialUpdate"``: local steps, with one part of the weights averaged after each;
+            ``"sparseTopK"``: the largest gradients; ``"sparseThreshold"``: the gradients at or
+            above a threshold.
+        spars: for ``"sparseTopK"`` the fraction to send, for ``"sparseThreshold"`` the threshold.
+        corr: whether the sparse modes add what they did not send to the next gradients.
+
+    Raises:
+        ValueError: there is no such name, or ``spars`` is out of range.
+    """
+    if dist_option in _SPARSE:
+        strategy = _SPARSE[dist_option](spars)
+        return Preset(ErrorFeedback(strategy) if corr else strategy)
+    if dist_option in _OTHERS:
+        return _OTHERS[dist_option]
+    raise ValueError(
+        f"{dist_option!r} is none of SINGA's names: {', '.join(NAMED)}; for others use "
+        "hvd.Compression"
+    )
+
+
+_SPARSE: dict[str, Callable[[float], Strategy]] = {
+    "sparseTopK": TopK,
+    "sparseThreshold": Threshold,
+}
+_OTHERS = {
+    "fp32": Preset(Compression.none),
+    "fp16": Preset(Compression.fp16),
+    # SINGA averages at most 2**21 elements of float32 after a step.
+    "partialUpdate": Preset(Compression.none, PartialSync(bytes=2**23)),
+}
+#: What makes the preset of a mode with the default values.
+NAMED = {mode: partial(singa, mode) for mode in (*_OTHERS, *_SPARSE)}

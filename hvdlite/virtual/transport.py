@@ -73,14 +73,11 @@ class VirtualRanks:
         self._answers: Sequence[Any] = ()
         self._errors: dict[int, BaseException] = {}  # by position
 
-    def run(self, work: Callable[[VirtualTransport], Any]) -> list[Any]:
+    def run(self, work: Callable[[VirtualTransport], object]) -> None:
         """Run a function for each of this process's virtual ranks, which call collectives in it.
 
         All processes run it. One virtual rank runs at a time, until its next collective, so that
         the function needs no locks.
-
-        Returns:
-            The results, in the order of ``own``.
 
         Raises:
             BaseException: what the function raises for the first virtual rank that fails in it; the
@@ -89,7 +86,6 @@ class VirtualRanks:
         """
         transports = [VirtualTransport(self, position) for position in range(len(self.own))]
         self._meeting = threading.Barrier(len(transports), self._perform)
-        results: list[Any] = [None] * len(transports)
         errors = self._errors = {}
 
         def play(position: int) -> None:
@@ -97,7 +93,7 @@ class VirtualRanks:
             with self._turn, np.errstate(all="ignore"):
                 try:
                     self.call(position, _BEGIN)
-                    results[position] = work(transports[position])
+                    work(transports[position])
                 except BaseException as error:
                     errors[position] = error
                 try:
@@ -121,7 +117,6 @@ class VirtualRanks:
         for _, failure in sorted(errors.items()):
             if not isinstance(failure, threading.BrokenBarrierError):  # another one has failed
                 raise failure
-        return results
 
     def call(self, position: int, method: str, *arguments: Any) -> Any:
         """Run a collective together with this process's other virtual ranks; return its result."""

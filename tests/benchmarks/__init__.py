@@ -2,7 +2,6 @@
 
     python -m tests.benchmarks.allreduce    sums of one tensor, and a burst of 400
     python -m tests.benchmarks.training     what the exchange adds to a training step
-    python -m tests.benchmarks.scaling      images per second on 1, 2 and 4 processes
     python -m tests.benchmarks.gpu          sums on accelerators
     python -m tests.benchmarks.compression  what strategies save, cost, and do to the accuracy
     python -m tests.benchmarks.slow_link    training steps over a link of 100 Mbit/s

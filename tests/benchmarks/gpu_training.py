@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvdlite.torch as hvd
 from hvdlite.tools.bench import job, measurement, report
 from hvdlite.tools.bench.measurement import Contender, Ranks, interleave
+from hvdlite.tools.bench.training_ranks import warm_up
 from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli.arguments import positive
 from hvdlite.torch import benchmark
@@ -91,11 +92,7 @@ def _measure(
 ) -> dict[str, Any]:
     job.say(comm, f"{WORKLOADS[workload].title} on {report.count_text(comm.size, 'rank')}")
     replicas = [_Replica(name, workload, comm.rank, way) for name, way in ways.items()]
-    for replica in replicas:
-        replica.step()
-    _check(comm, replicas)  # of the first exchange: later the weights are no longer the same
-    for replica in replicas:
-        replica.steps()
+    warm_up(comm, replicas, _TOLERANCE)
     contenders = [Contender(replica.name, replica.steps) for replica in replicas]
     times = interleave(Ranks(comm), contenders, **limit)
     times = {name: seconds / _STEPS for name, seconds in times.items()}
@@ -127,26 +124,9 @@ class _Replica(benchmark.Replica):
             self.step()
         torch.cuda.synchronize()
 
-    def flat(self) -> torch.Tensor:
-        """Return the last gradients, flat."""
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        return torch.cat([gradient.flatten() for gradient in gradients])
-
 
 def _ddp(model: nn.Module) -> benchmark.Trained:
     return benchmark.alone(DistributedDataParallel(model, gradient_as_bucket_view=True))
-
-
-def _check(comm: MPI.Comm, replicas: Sequence[_Replica]) -> None:
-    """Assert that each contender but the first averages over the ranks."""
-    expected = torch.zeros(())
-    for replica in replicas:
-        found = replica.flat()
-        if replica.name == "alone":
-            total = comm.allreduce(found.cpu().double().numpy(), MPI.SUM)
-            expected = torch.from_numpy(total / comm.size)
-        elif not (found.cpu() - expected).norm() <= _TOLERANCE * expected.norm():
-            raise RuntimeError(f"rank {comm.rank}: {replica.name} does not give the average")
 
 
 def _table(records: Sequence[dict[str, Any]]) -> str:

@@ -42,7 +42,6 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "steps": Script("tests/elastic/three_steps.py", 3, 0.1, has_steps=False),
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
     "sets": Script("tests/elastic/adding_sets.py", 60, 0.4, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
@@ -123,37 +122,15 @@ def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> 
     return faults
 
 
-def every_point(ranks: int = 3) -> int:
-    """Have each rank of a job of three steps die at each point that it gets to; count them."""
-    tried = 0
-    for rank in range(ranks):
-        others = [each for each in range(ranks) if each != rank]
-        for point in _POINTS:
-            count, reached = 0, True
-            while reached:
-                count += 1
-                found = run("steps", [f"kill:rank={rank},point={point},count={count}"], ranks)
-                reached = found.left != [*range(ranks)]
-                assert not reached or found.left == others, (rank, point, count, found)
-                assert found.results == {str(len(found.left))}, (rank, point, count, found)
-            print(f"rank {rank} died at each of {count - 1} times at {point!r}", flush=True)
-            tried += count - 1
-    return tried
-
-
 def main() -> None:
     """Run the campaign and print what came out."""
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--framework", choices=[*SCRIPTS, "fsdp"], default="torch")
     parser.add_argument("--ranks", type=int, default=RANKS, help="at the start of each run")
-    parser.add_argument("--every", action="store_true", help="instead, each at each point")
     add_settings(parser)
     options = parser.parse_args()
     extra, ranks = dict(options.set), options.ranks
-    if options.every:
-        print(f"{every_point()} deaths, and the others went on with the right values")
-        return
     chance, deaths = random.Random(options.seed), 0
     if options.framework == "fsdp":
         took = [run_fsdp(chance, ranks) for _ in range(options.runs)]

@@ -18,26 +18,26 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.campaigns import add_settings, make_parser
 from tests.harness import mpirun
 from tests.launch import launcher
 
-RANKS, SPARES = 3, 6
+RANKS, SPARES = 3, 6  # as many die at most
 MARK = "HVDLITE_SOAK"
 """The variable by which the processes of a job are known."""
 _SCRIPT = "tests/elastic/soaking_torch.py"
 _PACE = 0.03
+_PAUSE = (1.0, 8.0)  # the least and the most seconds between two faults
 _TICK = 0.05
 _SECONDS_TO_START = 120.0
 # Nothing changes for so long: the job hangs.
@@ -48,14 +48,6 @@ _EXACT = ("descriptors", "threads", "segments", "mounted")
 _GROWTH, _SLACK = 100.0, 3000.0
 _WARM = 2  # changes of the ranks that a process has been through
 _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
-
-
-class Plan(NamedTuple):
-    """The events of a job that comes to its end."""
-
-    seconds: float  # of training
-    pause: tuple[float, float] = (1.0, 8.0)  # the least and the most seconds between two faults
-    deaths: int = SPARES  # at most; so many spares wait
 
 
 @dataclass
@@ -92,11 +84,17 @@ class Process:
         """Return whether it runs or is stopped."""
         return self.pid > 0 and _is_alive(self.pid)
 
-    def usage(self, size: int = RANKS) -> list[dict[str, Any]]:
-        """Return the first report after each change of the ranks to so many."""
-        return [
-            r for r in self.records if r["event"] == "usage" and r["first"] and r["size"] == size
+    def held(self) -> dict[str, list[int]]:
+        """Return what it held after each change of the ranks to `RANKS`, once warm."""
+        reports = [
+            each
+            for each in self.records
+            if each["event"] == "usage" and each["first"] and each["size"] == RANKS
         ]
+        return {
+            name: [each[name] for each in reports[_WARM:]]
+            for name in (*_EXACT, "memory", "communicators")
+        }
 
 
 class Job:
@@ -227,18 +225,18 @@ class Job:
         subprocess.run(command, env=env, cwd=mpirun.ROOT, check=True, stdin=subprocess.DEVNULL)
 
 
-def survive(job: Job, chance: random.Random, plan: Plan) -> None:
-    """Plant faults, and then let the job come to its end.
+def survive(job: Job, chance: random.Random, seconds: float) -> None:
+    """Plant faults for some seconds, and then let the job come to its end.
 
     One of the first ranks is never killed, so that it lives through all recoveries.
     """
     job.wait_for_start()
     survivor = chance.randrange(RANKS)
     job.note(f"process {survivor} survives")
-    following = _next(chance, plan)
-    again: float | None = None  # when another fault follows at once
     stopped: list[tuple[float, Process]] = []
     began = moved = time.monotonic()
+    following = began + chance.uniform(*_PAUSE)
+    again = False  # another death follows at once
     last = 0
     deaths = fault_at = 0
     while job.launcher.poll() is None:
@@ -252,42 +250,35 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
             if now >= due:
                 stopped.remove((due, process))
                 _signal(process.pid, signal.SIGCONT)
-        is_due = now >= following or (again is not None and now >= again)
-        if now > began + plan.seconds and not stopped:
+        if now > began + seconds and not stopped:
             if job.step > fault_at + 20:  # the last spares have come in
                 (job.reports / "stop").touch()
             continue
-        if not is_due:
+        if now < following:
             continue
         kind = (
             "kill" if again else chance.choices(["stop", "kill", "raise", "spare"], [9, 6, 4, 1])[0]
         )
-        again = None
-        following = _next(chance, plan)
-        ranks = job.ranks
-        mortal = [each for each in ranks if each.number != survivor]
-        waiting = job.waiting
+        again = False
+        following = now + chance.uniform(*_PAUSE)
+        ranks, waiting = job.ranks, job.waiting
+        mortal = [each for each in ranks if each.number != survivor] if kind == "kill" else waiting
         if kind == "stop":
-            process, seconds = chance.choice(ranks + waiting[:1]), chance.uniform(0.1, 3.0)
-            job.note(f"stop {process.number} for {seconds:.2f} s")
+            process, pause = chance.choice(ranks + waiting[:1]), chance.uniform(0.1, 3.0)
+            job.note(f"stop {process.number} for {pause:.2f} s")
             _signal(process.pid, signal.SIGSTOP)
-            stopped.append((now + seconds, process))
+            stopped.append((now + pause, process))
         elif kind == "raise":
             process = chance.choice(ranks)
             job.note(f"raise in {process.number}")
             _signal(process.pid, signal.SIGUSR1)
-        elif kind == "kill" and mortal and deaths < plan.deaths:
+        elif mortal and deaths < SPARES:
             process = chance.choice(mortal)
             job.note(f"kill {process.number}")
             _signal(process.pid, signal.SIGKILL)
             deaths += 1
-            if chance.random() < 0.25:
-                again = now + chance.uniform(0.0, 0.3)
-        elif kind == "spare" and waiting and deaths < plan.deaths:
-            process = chance.choice(waiting)
-            job.note(f"kill {process.number}, which waits")
-            _signal(process.pid, signal.SIGKILL)
-            deaths += 1
+            again = kind == "kill" and chance.random() < 0.25
+            following = now + chance.uniform(0.0, 0.3) if again else following
         else:
             continue
         job.faults[kind] += 1
@@ -303,55 +294,22 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
     assert str(survivor) in {number for number, *_ in left}, job.describe("the survivor is gone")
 
 
-def _next(chance: random.Random, plan: Plan) -> float:
-    return time.monotonic() + chance.uniform(*plan.pause)
-
-
-class Growth(NamedTuple):
-    """The resources that a process held, by its first reports after each change of the ranks."""
-
-    number: int
-    changes: int
-    values: dict[str, list[int]]  # of each quantity, in order
-
-    def of_memory(self) -> float:
-        """Return by how many KiB memory has grown per change, once warm: the median slope."""
-        values = self.values["memory"][_WARM:]
-        slopes = [
-            (values[j] - values[i]) / (j - i)
-            for i in range(len(values))
-            for j in range(i + 1, len(values))
-        ]
-        return statistics.median(slopes) if slopes else 0.0
-
-
-def growth(job: Job) -> list[Growth]:
-    """Return the growth of each process that has lived through several changes."""
-    found = []
+def check_growth(job: Job) -> list[str]:
+    """Require that no process has grown; return a line for each that lived through changes."""
+    lines = []
     for process in job.processes:
-        reports = process.usage()
-        if len(reports) > _WARM + 1:
-            values = {
-                name: [r[name] for r in reports]
-                for name in (*_EXACT, "memory", "resident", "communicators")
-            }
-            found.append(Growth(process.number, len(reports), values))
-    return found
-
-
-def check_growth(job: Job, found: Sequence[Growth]) -> None:
-    """Require that no process has grown."""
-    for each in found:
+        held = process.held()
+        memory, changes = held["memory"], len(held["memory"])
+        if changes < 2:
+            continue
         for name in _EXACT:
-            warm = each.values[name][_WARM:]
-            assert max(warm) <= warm[0], job.describe(
-                f"process {each.number}: {name} {each.values[name]}"
-            )
-        memory = each.values["memory"][_WARM:]
-        allowed = _SLACK + _GROWTH * len(memory)
-        assert memory[-1] - memory[0] < allowed, job.describe(
-            f"process {each.number}: {each.values}"
-        )
+            text = f"process {process.number}: {name} {held[name]}"
+            assert max(held[name]) <= held[name][0], job.describe(text)
+        text = f"process {process.number}: {held}"
+        assert memory[-1] - memory[0] < _SLACK + _GROWTH * changes, job.describe(text)
+        values = ", ".join(f"{name} {each[0]}->{each[-1]}" for name, each in held.items())
+        lines.append(f"process {process.number} in {changes} worlds: {values} (memory in KiB); ")
+    return lines
 
 
 def kill_one(job: Job, which: str) -> None:
@@ -376,16 +334,17 @@ def _wait_a_moment(job: Job, chance: random.Random) -> None:
             deadline = time.monotonic() + chance.uniform(0.0, 0.5)
 
 
-def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) -> str:
+def run(kind: str, chance: random.Random, seconds: float, extra: Mapping[str, str]) -> str:
     """Run a job of one kind, and return a line about it; if it fails, the job's folder is left.
 
-    The kind is "well", which has the plan, or what is killed: "all", "hvdliterun" or "mpirun".
+    The kind is "well", which trains for some seconds, or what is killed: "all", "hvdliterun" or
+    "mpirun".
     """
-    job = Job(extra, plan.deaths if kind == "well" else 2)
+    job = Job(extra, SPARES if kind == "well" else 2)
     try:
         text = ""
         if kind == "well":
-            survive(job, chance, plan)
+            survive(job, chance, seconds)
         else:
             _wait_a_moment(job, chance)
             if kind == "all":
@@ -400,27 +359,13 @@ def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) 
             left = job.leftovers()
         assert not left, job.describe("these are left:\n" + "\n".join(left))
         if kind == "well":
-            found = growth(job)
-            check_growth(job, found)
-            text = f"{job.step} steps, {dict(job.faults)}; " + "".join(map(_growth_text, found))
+            text = f"{job.step} steps, {dict(job.faults)}; {''.join(check_growth(job))}"
         text = f"{text}gone after {gone:.2f} s"
     except BaseException:
         job.end()
         raise
     job.remove()
     return f"{kind}: {time.monotonic() - job.began:.0f} s, {text}"
-
-
-def _growth_text(found: Growth) -> str:
-    values = ", ".join(
-        f"{name} {found.values[name][_WARM]}->{found.values[name][-1]}"
-        for name in (*_EXACT, "communicators")
-    )
-    memory = found.values["memory"]
-    return (
-        f"process {found.number} in {found.changes} worlds: {values}, memory {memory[0]}, "
-        f"{memory[_WARM]}->{memory[-1]} KiB ({found.of_memory():+.0f} per world); "
-    )
 
 
 def _marked(mark: str) -> list[int]:
@@ -506,9 +451,9 @@ def main() -> None:
         if left <= 0:
             break
         kind = options.kind or kind
-        plan = Plan(min(60.0 * options.job_minutes, max(left, 20.0)))
+        seconds = min(60.0 * options.job_minutes, max(left, 20.0))
         try:
-            print(run(kind, chance, plan, dict(options.set)), flush=True)
+            print(run(kind, chance, seconds, dict(options.set)), flush=True)
         except AssertionError as error:
             print(
                 f"seed {options.seed}, job {sum(counts.values())} ({kind}) failed: {error}",

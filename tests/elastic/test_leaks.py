@@ -75,7 +75,7 @@ def test_resets_do_not_grow_the_processes(resets, elastic, variables):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "hvdliterun", "mpirun"])
 def test_a_job_that_is_killed_leaves_nothing(kind):
-    assert soak.run(kind, random.Random(1), soak.Plan(0.0), {})
+    assert soak.run(kind, random.Random(1), 0.0, {})
 
 
 def test_a_job_that_is_killed_at_its_start_leaves_nothing():

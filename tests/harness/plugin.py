@@ -216,21 +216,15 @@ def _request(item: pytest.Function) -> Request:
 
 def _pickle(arguments: dict[str, Any]) -> bytes:
     for name, value in arguments.items():
-        if (error := _pickling_error(value)) is not None:
+        try:
+            pickle.dumps(value)
+        except Exception as error:
             pytest.fail(
                 f"the argument {name!r} ({type(value).__name__}) cannot be sent to the ranks: "
                 f"{error}. Pass something that can be pickled, and build the rest in the test.",
                 pytrace=False,
             )
     return pickle.dumps(arguments)
-
-
-def _pickling_error(value: Any) -> Exception | None:
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        return error
-    return None
 
 
 def _run(item: pytest.Function, request: Request, options: Mapping[str, Any]) -> list[Report]:

@@ -159,25 +159,19 @@ def test_accumulation_is_that_of_backward_passes():
 def test_what_schedules_refuse():
     local = hvd.Schedule.LocalSGD(every=2)
 
-    def wrap(optimizer, schedule=local, **options):
-        return hvd.DistributedOptimizer(optimizer, schedule=schedule, **options)
+    def wrap(optimizer, **options):
+        return hvd.DistributedOptimizer(optimizer, schedule=local, **options)
 
     scaling = keras.optimizers.LossScaleOptimizer
     adding = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    for make, kind, words in (
-        (lambda: wrap(sgd(), backward_passes_per_step=2), ValueError, "leave one of them out"),
-        (
-            lambda: wrap(sgd(), hvd.Schedule.Accumulate(2), backward_passes_per_step=2),
-            ValueError,
-            "mean the same",
-        ),
-        (lambda: wrap(adding), ValueError, "with gradient_accumulation_steps"),
-        (lambda: wrap(scaling(sgd())), ValueError, "a LossScaleOptimizer leaves out the step"),
-        (lambda: wrap(sgd(), op=hvd.Sum), ValueError, "averages weights"),
-        (lambda: wrap(sgd(), "LocalSGD"), TypeError, "is no schedule"),
-        (lambda: wrap(sgd()).average_weights(), ValueError, "after its first step"),
+    for make, words in (
+        (lambda: wrap(sgd(), backward_passes_per_step=2), "leave one of them out"),
+        (lambda: wrap(adding), "with gradient_accumulation_steps"),
+        (lambda: wrap(scaling(sgd())), "a LossScaleOptimizer leaves out the step"),
+        (lambda: wrap(sgd(), op=hvd.Sum), "averages weights"),
+        (lambda: wrap(sgd()).average_weights(), "after its first step"),
     ):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(ValueError, match=words):
             make()
     model = make_model()
     with pytest.raises(Exception, match="a LossScaleOptimizer leaves out the step"):

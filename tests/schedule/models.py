@@ -69,6 +69,21 @@ def average(replicas, names=SHAPES, kinds=("weights",)):
                 getattr(replica, kind)[name][...] = value
 
 
+def step_all(replicas, step):
+    for rank, replica in enumerate(replicas):
+        replica.step(rank, step)
+
+
+def averaged(size, steps, after):
+    """Local steps, and an average after some of them, which are counted from 1."""
+    replicas = [Replica() for _ in range(size)]
+    for step in range(steps):
+        step_all(replicas, step)
+        if step + 1 in after:
+            average(replicas)
+    return replicas
+
+
 def local_sgd(size, steps, every, first=0):
     """Lin et al. 2018: gradients are averaged in the first steps, then weights now and then."""
     replicas = [Replica() for _ in range(size)]
@@ -79,8 +94,7 @@ def local_sgd(size, steps, every, first=0):
                 for replica in replicas:
                     replica.apply(name, sum(own) / size)
             continue
-        for rank, replica in enumerate(replicas):
-            replica.step(rank, step)
+        step_all(replicas, step)
         if (step - first) % every == every - 1:
             average(replicas)
     return replicas
@@ -90,8 +104,7 @@ def partial(size, steps, momentum=False):
     """SINGA: after every step one part is averaged, in turns."""
     replicas = [Replica() for _ in range(size)]
     for step in range(steps):
-        for rank, replica in enumerate(replicas):
-            replica.step(rank, step)
+        step_all(replicas, step)
         kinds = ("weights", "velocity") if momentum else ("weights",)
         average(replicas, PARTS[step % 2], kinds)
     return replicas
@@ -106,8 +119,7 @@ def diloco(size, steps, every, rate, momentum):
     shared = start()
     speed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(steps):
-        for rank, replica in enumerate(replicas):
-            replica.step(rank, step)
+        step_all(replicas, step)
         if step % every == every - 1:
             for name in SHAPES:
                 outer = sum(shared[name] - each.weights[name] for each in replicas) / size

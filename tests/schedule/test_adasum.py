@@ -11,7 +11,9 @@ import torch
 
 import hvdlite.torch as hvd
 from tests.references import adasum
-from tests.torch.checks import assert_close, assert_identical_on_all_ranks
+from tests.schedule import test_torch as local_steps
+from tests.schedule.test_torch import Simulation, assert_as, closure_of, loss_of, make_model, train
+from tests.torch.checks import assert_identical_on_all_ranks
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(
@@ -23,63 +25,23 @@ OPTIMIZERS = {
 }
 
 
-def make_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2), torch.nn.Linear(6, 2)
-    ).double()
-
-
-def loss_of(model, rank, step):
-    """Rank 0 alone uses the last layer, and nobody in step 1."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (6, 2))
-    output = model[:3](x)
-    if rank == 0 and step != 1:
-        output = output + model[3](x)
-    return (output - y).square().mean()
-
-
 def simulated(size, steps, make):
     """Every rank's step in one process, combined tensor by tensor."""
-    models = [make_model() for _ in range(size)]
-    optimizers = [make(model.parameters()) for model in models]
+    simulation = Simulation(size, make)
     for step in range(steps):
-        starts = [parameter.detach().clone() for parameter in models[0].parameters()]
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.step(closure_of(model, optimizer, rank, step))
-        for number, start in enumerate(starts):
-            of_all = [list(model.parameters())[number] for model in models]
+        starts = [parameter.detach().clone() for parameter in simulation.models[0].parameters()]
+        simulation.step(step)
+        groups = zip(*(model.parameters() for model in simulation.models), strict=True)
+        for start, of_all in zip(starts, groups, strict=True):
             changes = [(own.detach() - start).numpy().ravel() for own in of_all]
             whole = torch.from_numpy(adasum(changes)).reshape(start.shape)
             for own in of_all:
                 own.data.copy_(start + whole)
-    return models[0]
-
-
-def closure_of(model, optimizer, rank, step):
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        return loss
-
-    return closure
-
-
-def train(model, optimizer, steps, first=0):
-    for step in range(first, steps):
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        optimizer.step()
+    return simulation.models[0]
 
 
 def wrapped(make=OPTIMIZERS["sgd"], **options):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options
-    )
-    return model, optimizer
+    return local_steps.wrapped(None, make, op=hvd.Adasum, **options)
 
 
 @ranks(2, 3)
@@ -88,9 +50,7 @@ def test_the_steps_are_combined_tensor_by_tensor(size, name):
     hvd.init()
     model, optimizer = wrapped(OPTIMIZERS[name])
     train(model, optimizer, 4)
-    reference = simulated(size, 4, OPTIMIZERS[name])
-    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(own, expected)
+    assert_as(model, simulated(size, 4, OPTIMIZERS[name]))
     assert_identical_on_all_ranks(model)
 
 
@@ -110,8 +70,7 @@ def test_compression_to_its_precision():
     exact = simulated(2, 3, OPTIMIZERS["sgd"])
     model, optimizer = wrapped(compression=hvd.Compression.fp16)
     train(model, optimizer, 3)
-    for own, expected in zip(model.parameters(), exact.parameters(), strict=True):
-        assert_close(own, expected, 1e-3)
+    assert_as(model, exact, 1e-3)
     assert not all(map(torch.equal, model.parameters(), exact.parameters()))
     assert_identical_on_all_ranks(model)
 
@@ -172,23 +131,7 @@ def test_closures_are_steps_of_this_ranks_own():
     model, optimizer = wrapped(make)
     for step in range(3):
         optimizer.step(closure_of(model, optimizer, hvd.rank(), step))
-    for own, expected in zip(model.parameters(), simulated(2, 3, make).parameters(), strict=True):
-        assert_close(own, expected, 1e-8)
-
-
-@ranks(2)
-def test_schedulers_made_before_and_late_parameters():
-    hvd.init()
-    model = make_model()
-    sgd = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd, step_size=1)  # which replaces step
-    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Adasum)
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    moved = model[2].weight.detach().clone()
-    train(model, optimizer, 2)
-    scheduler.step()
-    assert not torch.equal(model[2].weight, moved)
-    assert_identical_on_all_ranks(model)
+    assert_as(model, simulated(2, 3, make), 1e-8)
 
 
 @ranks(2)
@@ -205,8 +148,7 @@ def test_a_subclass_that_calls_its_parents_step():
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # whose step is hooked from now on
     model, optimizer = wrapped(make)
     train(model, optimizer, 2)
-    for own, expected in zip(model.parameters(), simulated(2, 2, make).parameters(), strict=True):
-        assert_close(own, expected)
+    assert_as(model, simulated(2, 2, make))
 
 
 @ranks(2)
@@ -247,9 +189,7 @@ def test_adasum_goes_on_after_shutdown_and_init():
     hvd.shutdown()
     hvd.init()
     train(model, optimizer, 4, first=2)
-    reference = simulated(2, 4, OPTIMIZERS["sgd"])
-    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(own, expected)
+    assert_as(model, simulated(2, 4, OPTIMIZERS["sgd"]))
 
 
 @ranks(2)

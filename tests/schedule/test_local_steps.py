@@ -262,12 +262,7 @@ def test_a_step_that_cannot_begin_has_not_begun():
     replica.__init__()
     steps.load_state_dict({"steps": 0, "outer": {}, "compression": {}})
     train(steps, replica, 2)
-    expected = [Replica() for _ in range(2)]
-    for step in range(2):
-        for rank, each in enumerate(expected):
-            each.step(rank, step)
-    models.average(expected)
-    assert_close(replica, expected[hvd.rank()])
+    assert_close(replica, models.averaged(2, 2, [2])[hvd.rank()])
 
 
 @SEVERAL
@@ -276,15 +271,9 @@ def test_an_average_in_between_leaves_the_schedule_as_it_is(size):
     train(steps, replica, 2)
     steps.average(ArrayWeights(replica))
     assert same_everywhere(replica.weights)
-    expected = [Replica() for _ in range(size)]
-    for step in range(3):
-        for rank, each in enumerate(expected):
-            each.step(rank, step)
-        if step:
-            models.average(expected)
     assert steps.steps == 2
     train(steps, replica, 1)
-    assert_close(replica, expected[hvd.rank()])
+    assert_close(replica, models.averaged(size, 3, [2, 3])[hvd.rank()])
 
 
 @SEVERAL
@@ -293,12 +282,7 @@ def test_an_average_in_between_is_not_lost_on_the_outer_step(size):
     train(steps, replica, 1)
     steps.average(ArrayWeights(replica))
     train(steps, replica, 1)
-    expected = [Replica() for _ in range(size)]
-    for step in range(2):
-        for rank, each in enumerate(expected):
-            each.step(rank, step)
-        models.average(expected)
-    assert_close(replica, expected[hvd.rank()])
+    assert_close(replica, models.averaged(size, 2, [1, 2])[hvd.rank()])
 
 
 @SEVERAL
@@ -379,12 +363,7 @@ def test_a_failed_exchange_leaves_weights_and_loses_nothing(size):
         assert steps.steps == 2
         steps.options = _options(schedule, Compression.none)
         train(steps, replica, 2)
-        expected = [Replica() for _ in range(size)]
-        for step in range(4):
-            for rank, each in enumerate(expected):
-                each.step(rank, step)
-        models.average(expected)
-        assert_close(replica, expected[hvd.rank()])
+        assert_close(replica, models.averaged(size, 4, [4])[hvd.rank()])
 
 
 @ranks(2)
@@ -452,8 +431,7 @@ def test_ranks_that_have_joined_do_not_count_in_averages(size):
         expected = [Replica() for _ in range(size)]
         for step in range(4):
             here = expected[:-1] if step >= 2 else expected
-            for rank, each in enumerate(here):
-                each.step(rank, step)
+            models.step_all(here, step)
             if isinstance(schedule, Schedule.PartialSync):
                 models.average(here, models.PARTS[step % 2])
             elif step % 2:
@@ -543,11 +521,7 @@ def test_an_average_in_between_is_exact_whatever_else_travels_compressed():
     steps, replica = make(Schedule.DiLoCo(3), strategy=strategy), Replica()
     train(steps, replica, 1)
     steps.average(ArrayWeights(replica))
-    expected = [Replica(), Replica()]
-    for rank, each in enumerate(expected):
-        each.step(rank, 0)
-    models.average(expected)
-    assert_close(replica, expected[hvd.rank()])
+    assert_close(replica, models.averaged(2, 1, [1])[hvd.rank()])
     assert steps.state_dict()["compression"] == {}
 
 

@@ -206,13 +206,6 @@ def test_compressed_and_in_bfloat16():
     assert weight.numpy().astype(np.float32).tolist() == [-0.5, 0.5, 1.5]
 
 
-@ranks(2)
-def test_ranks_with_different_schedules():
-    hvd.init()
-    with pytest.raises(hvd.MismatchError, match=r"schedule is Schedule\.LocalSGD\(every=3\)"):
-        Training(hvd.Schedule.LocalSGD(every=3 + hvd.rank())).run(1)
-
-
 @ranks(1)
 def test_steps_are_counted_for_variables_as_long_as_they_live():
     hvd.init()
@@ -235,20 +228,17 @@ def test_what_is_refused():
         return hvd.DistributedGradientTape(tf.GradientTape(), schedule=schedule, **options)
 
     local = hvd.Schedule.LocalSGD(every=2)
-    for make, kind, words in (
-        (lambda: tape(hvd.Schedule.Accumulate(2)), ValueError, "is for optimizers"),
+    for make, words in (
+        (lambda: tape(hvd.Schedule.Accumulate(2)), "is for optimizers"),
         (
             lambda: tape(hvd.Schedule.PartialSync(2, momentum=True)),
-            ValueError,
             "optimizer keeps",
         ),
-        (lambda: tape(local, op=hvd.Sum), ValueError, "averages weights"),
-        (lambda: tape(local, sparse_as_dense=True), ValueError, "leave it out"),
-        (lambda: tape(2), TypeError, "is no schedule"),
-        (lambda: tape(local).end_step(), ValueError, r"end_step\(\) is for a tape"),
-        (lambda: tape(None).average_weights(), ValueError, r"average_weights\(\) is for a tape"),
+        (lambda: tape(local, op=hvd.Sum), "averages weights"),
+        (lambda: tape(local).end_step(), r"end_step\(\) is for a tape"),
+        (lambda: tape(None).average_weights(), r"average_weights\(\) is for a tape"),
     ):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(ValueError, match=words):
             make()
     assert tape(None).end_step() is None
     x = tf.constant(1.0)

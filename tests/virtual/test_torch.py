@@ -81,6 +81,12 @@ def train(model, optimizer, epochs=2, **options):
     return steps
 
 
+def loading(x, batch_size, workers, seed=0):
+    """Return a sampler of tensors, and a loader by it with so many workers."""
+    sampler = hvd.ShardSampler(x, batch_size=batch_size, seed=seed)
+    return sampler, torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+
+
 def take_part(optimizer, compute):
     """Take the turn of a virtual rank."""
     compute(hvd.virtual_rank())
@@ -159,28 +165,6 @@ def test_weights_are_the_bits_of_one_process(base):
 
 
 @ranks(2)
-def test_batch_sizes_weight_as_one_process_would():
-    x = data(23)
-    with virtual():
-        model = torch.nn.Linear(FEATURES, 2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.5)
-        optimizer = wrap(model, lr=1.0)
-        for batch in hvd.shard(x, batch_size=23, shuffle=False):
-            backward(model, batch)
-            optimizer.step(batch_size=len(batch))
-        weight, bias = np.full((2, FEATURES), 0.5), np.full(2, 0.5)
-        output = x.astype(np.float64) @ weight.T + bias
-        gradient = 2 * output / output.size
-        expected = weight - (gradient.T @ x + 0.01 * weight)
-        np.testing.assert_allclose(state(model)["weight"], expected, rtol=1e-5)
-        np.testing.assert_allclose(
-            state(model)["bias"], bias - gradient.sum(0) - 0.01 * bias, rtol=1e-5
-        )
-
-
-@ranks(2)
 def test_clipping_scheduling_and_synchronizing():
     with virtual():
         model = make_model()
@@ -231,11 +215,11 @@ def test_sum_average_and_gradients_that_are_missing(op, factor):
 
 
 @ranks(2)
-def test_a_sampler_of_torch():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_of_torch(workers):
     x = torch.from_numpy(data())
     with virtual():
-        sampler = hvd.ShardSampler(x, batch_size=4, seed=1)
-        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler)
+        sampler, loader = loading(x, 4, workers, seed=1)
         model = make_model()
         optimizer = wrap(model)
         for _ in range(2):
@@ -548,23 +532,6 @@ def test_commits_within_a_step_do_nothing():
 
 
 @ranks(2)
-def test_data_loaders_with_workers():
-    x = torch.from_numpy(data())
-    with virtual():
-        hvd.seed(0)
-        sampler = hvd.ShardSampler(x, batch_size=4, seed=1)
-        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=2)
-        model = make_model()
-        optimizer = wrap(model)
-        for _ in range(2):
-            for batch in loader:
-                backward(model, batch.numpy())
-                optimizer.step(batch_size=len(batch))
-        _, expected = expected_training()
-        np.testing.assert_array_equal(state(model)["4.weight"], expected["4.weight"])
-
-
-@ranks(2)
 def test_a_rate_that_changes_within_a_step():
     with virtual():
         model = make_model()
@@ -707,8 +674,7 @@ def test_a_forward_pass_between_epochs_of_a_loader(workers):
     x = torch.arange(4.0 * SIZE).reshape(-1, 1).expand(-1, SIZE)
     with virtual():
         model, optimizer = remembering()
-        sampler = hvd.ShardSampler(len(x), batch_size=2)
-        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+        _, loader = loading(x, 2, workers)
         for _ in range(2):
             for batch in loader:
                 model(batch.sum(0)).backward()
@@ -788,10 +754,7 @@ def test_gradients_accumulated_by_hand(workers):
     with virtual():
         batches = hvd.shard(np.ones((8 * SIZE, 3), np.float32), batch_size=1)
         if workers is not None:
-            sampler = hvd.ShardSampler(8 * SIZE, batch_size=1)
-            batches = torch.utils.data.DataLoader(
-                torch.ones(8 * SIZE, 3), batch_sampler=sampler, num_workers=workers
-            )
+            _, batches = loading(torch.ones(8 * SIZE, 3), 1, workers)
         optimizer = wrap(torch.nn.Linear(3, 1))
         taken = iter(batches)
 
@@ -872,8 +835,7 @@ def test_positions_count_steps(workers):
         optimizer = wrap(make_model())
         loader = data_source = hvd.shard(x.numpy(), batch_size=2)
         if workers is not None:
-            data_source = hvd.ShardSampler(x, batch_size=2)
-            loader = torch.utils.data.DataLoader(x, batch_sampler=data_source, num_workers=workers)
+            data_source, loader = loading(x, 2, workers)
         steps = 0
         for _ in loader:
             optimizer.step()

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,11 @@ class _Door:
         return spec
 
     def _finder(self) -> Any:
-        try:
-            from hvdlite.horovod.finder import Finder
-        except ModuleNotFoundError as error:
-            if error.name != "hvdlite":
-                raise
+        if find_spec("hvdlite") is None:
             # It may be on the path of the process that started this one only.
             sys.path.append(str(_FOLDER.parents[2]))
-            from hvdlite.horovod.finder import Finder
+        from hvdlite.horovod.finder import Finder
+
         finder = Finder()
         # Another thread, which looks at the same time, may have done it already.
         sys.meta_path[:] = [finder if one is self else one for one in sys.meta_path]

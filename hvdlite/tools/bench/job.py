@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -150,8 +151,7 @@ def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int) -> 
     comm = MPI.COMM_WORLD
     if comm.size != size:
         raise RuntimeError(f"MPI has {comm.size} ranks, expected {size}; `hvdlite check` says why")
-    module, _, name = function.partition(":")
-    measure = getattr(importlib.import_module(module), name)
+    measure = pkgutil.resolve_name(function)
     with computing(comm.Split_type(MPI.COMM_TYPE_SHARED), busy):
         result = measure(comm, **arguments)
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))

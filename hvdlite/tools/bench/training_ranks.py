@@ -22,7 +22,6 @@ from hvdlite.tools.bench.report import count_text
 from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
 
 _WARM_UP_STEPS = 2
-_TOLERANCE = 1e-3
 
 
 def measure(
@@ -37,7 +36,7 @@ def measure(
     chosen = WORKLOADS[workload]
     say(comm, f"{framework}: {chosen.title} on {count_text(comm.size, 'rank')}")
     with adapter.replicas(comm, contenders, workload) as replicas:
-        _warm_up(comm, replicas)
+        warm_up(comm, replicas)
         steps = [Contender(replica.name, replica.step) for replica in replicas]
         times = interleave(Ranks(comm), steps, chosen.steps, **limit)
         for replica in replicas:
@@ -77,8 +76,12 @@ def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _warm_up(comm: MPI.Comm, replicas: list[Any]) -> None:
-    """Take the first steps, and check the result of the very first exchange."""
+def warm_up(comm: MPI.Comm, replicas: Sequence[Any], tolerance: float = 1e-3) -> None:
+    """Take the first steps, and check the result of the very first exchange.
+
+    Args:
+        tolerance: how far the exchanged gradients may be from the average, as a part of its norm.
+    """
     for replica in replicas:
         with naming(replica.name):
             replica.step()
@@ -89,7 +92,7 @@ def _warm_up(comm: MPI.Comm, replicas: list[Any]) -> None:
     for name, replica in by_name.items():
         distance = np.linalg.norm(replica.gradients() - expected)
         # Not exchanged, they would be as far from the average as a rank's own are.
-        if name != "alone" and not distance <= _TOLERANCE * np.linalg.norm(expected):
+        if name != "alone" and not distance <= tolerance * np.linalg.norm(expected):
             with naming(name):
                 raise RuntimeError(
                     f"the exchanged gradients differ from the average by {distance:.3g}, whose "

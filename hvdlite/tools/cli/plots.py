@@ -63,32 +63,6 @@ def save(figure: Any, path: str | Path) -> None:
         raise StartError(f"--plot {path}: {error.strerror}") from None
 
 
-def speed_over_ranks(
-    axes: Any, ranks: Sequence[int], single: float, series: Mapping[str, Sequence[Any]], unit: str
-) -> None:
-    """Draw speeds against the ideal line: that many times the single speed of one rank.
-
-    Args:
-        series: by label: the speeds for each number of ranks, the least, the greatest, and a color.
-    """
-    ideal = [number * single for number in ranks]
-    axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
-    for label, (values, low, high, color) in series.items():
-        axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
-        axes.fill_between(ranks, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    over_ranks(axes, ranks, unit)
-
-
-def over_ranks(axes: Any, ranks: Sequence[int], unit: str) -> None:
-    """Prepare axes for values in a unit over numbers of ranks."""
-    axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(unit)
-    axes.grid(alpha=0.3)
-
-
 # Of the documents that hvdlite bench writes
 
 

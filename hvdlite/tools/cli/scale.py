@@ -264,11 +264,14 @@ def plot(document: Mapping[str, Any], path: str) -> None:
     spread = values * [(each["deviation"] or 0) / each["mean"] for each in results]
     unit = "speed-up (by wall time)" if is_wall else document["metric"]
     color = plots.COLORS["hvdlite"]
-    band = values, values - spread, values + spread, color
-    measured = {"measured (mean and standard deviation)": band}
-    plots.speed_over_ranks(left, ranks, values[0] / ranks[0], measured, unit)
+    ideal = values[0] / ranks[0] * np.array(ranks)
+    left.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
+    label = "measured (mean and standard deviation)"
+    left.plot(ranks, values, "-o", color=color, label=label, markersize=4)
+    left.fill_between(ranks, values - spread, values + spread, color=color, alpha=0.15, linewidth=0)
+    left.set_ylim(bottom=0)
+    left.legend()
     efficiency = [100 * each["efficiency"] for each in results]
-    plots.over_ranks(right, ranks, "efficiency in %")
     right.axhline(100, linestyle=":", color="black")
     right.plot(ranks, efficiency, "-o", color=color, markersize=4)
     for at in zip(ranks, efficiency, strict=True):
@@ -277,5 +280,10 @@ def plot(document: Mapping[str, Any], path: str) -> None:
         )
     right.set_ylim(0, max(110, 1.05 * max(efficiency)))
     right.margins(x=0.12)
+    for axes, name in ((left, unit), (right, "efficiency in %")):
+        axes.set_xticks(ranks, [str(number) for number in ranks])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
     figure.suptitle(Path(document["script"]).name, fontsize="medium")
     plots.save(figure, path)

@@ -12,8 +12,7 @@ from hvdlite.base.files import replacing
 from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import table
 from hvdlite.tools.trace import page
-from hvdlite.tools.trace.advice import advise
-from hvdlite.tools.trace.analysis import read
+from hvdlite.tools.trace.analysis import advise, read
 from hvdlite.tools.trace.page import PARTS, share_cells, tensor_cells, time_text
 
 HELP = "show who waited for whom in a recorded timeline"

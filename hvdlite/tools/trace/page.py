@@ -154,7 +154,7 @@ def _ranks(record: Record, first: int, last: int) -> list[Any]:
     ranks = []
     for found in record.ranks.values():
         operations = found.operations
-        own = operations.select((operations.end > first) & (operations.start < last))
+        own = operations[(operations.end > first) & (operations.start < last)]
         ready = np.where(own.ready < 0, own.start, own.ready)
         columns = np.stack(
             [own.tensor, ready - first, own.start - ready, own.end - own.start], axis=1

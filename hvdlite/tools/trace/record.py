@@ -13,7 +13,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hvdlite.observe import timeline
 
 Event = dict[str, Any]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Operations = np.recarray[Any, Any]
 
 _CHARACTERS = 2**20  # read at once; no event is longer
 _BETWEEN = re.compile(r"[\s,]*")
@@ -31,30 +32,14 @@ _REMEDY = "hvdliterun --timeline-filename FILE records one"
 _decode = json.JSONDecoder().raw_decode
 _WITHOUT_NAME = re.compile(r"\.noname\.\d+$")
 _LARGEST = 2**53
+# An operation of a rank; times in microseconds:
+# tensor: number of the tensor's name;
+# occurrence: how many operations of that tensor came before, the same on all ranks;
+# ready: when this rank began to wait for the others; -1: it did not, because an operation before
+#     had brought them together;
+# start: when all ranks had come; end: when the operation was over.
+_OPERATION = [(name, np.int64) for name in ("tensor", "occurrence", "ready", "start", "end")]
 _ROWS_AHEAD = (timeline.NEGOTIATE, timeline.QUEUE)
-
-
-class Operations(NamedTuple):
-    """Operations of one rank in the order of their execution; times in microseconds.
-
-    Attributes:
-        tensor: number of the tensor's name.
-        occurrence: how many operations of that tensor came before, the same on all ranks.
-        ready: when this rank began to wait for the others; -1: it did not, because an operation
-            before had brought them together.
-        start: when all ranks had come.
-        end: when the operation was over.
-    """
-
-    tensor: Integers
-    occurrence: Integers
-    ready: Integers
-    start: Integers
-    end: Integers
-
-    def select(self, where: Any) -> Operations:
-        """Return some of the operations."""
-        return Operations(*(column[where] for column in self))
 
 
 class RankRecord:
@@ -86,21 +71,22 @@ class RankRecord:
         self.last = max(self.last, end)
 
     def add(self, tensor: int, ready: int, start: int, end: int) -> None:
-        """Add an operation; arguments as in `Operations`."""
+        """Add an operation; its columns are those of ``operations``."""
         self._table.extend((tensor, self._counts[tensor], ready, start, end))
         self._counts[tensor] += 1
 
     @functools.cached_property
     def operations(self) -> Operations:
-        """The operations."""
-        table = np.frombuffer(self._table, np.int64).reshape(-1, len(Operations._fields))
-        return Operations(*table.T)
+        """The operations, in the order of their execution."""
+        found: Operations = np.frombuffer(self._table, _OPERATION).view(np.recarray)
+        return found
 
     @functools.cached_property
     def inside(self) -> Operations:
         """The operations in the analysed part."""
         own = self.operations
-        return own.select((own.start >= self.first) & (own.end <= self.last))
+        found: Operations = own[(own.start >= self.first) & (own.end <= self.last)]
+        return found
 
     @functools.cached_property
     def blocked(self) -> tuple[Integers, Integers]:

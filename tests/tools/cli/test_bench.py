@@ -106,13 +106,10 @@ class TestMistakes:
         [
             (["allreduce", "--np", "0"], "argument --np: found '0', expected numbers of ranks"),
             (["allreduce", "--sizes", "1KiB,5"], "found '5', expected a multiple of the 4 bytes"),
-            (["allreduce", "--sizes", "big"], "found 'big', expected a multiple of the 4 bytes"),
             (["allreduce", "--framework", "jax"], "argument --framework: invalid choice: 'jax'"),
             (["allreduce", "--seconds", "nan"], "found 'nan', expected a number above 0"),
             (["allreduce", "--rounds", "0"], "found '0', expected a number from 1 on"),
             (["training", "--models", "vgg"], "found 'vgg', expected some of layers, resnet, mlp"),
-            (["compression", "--contenders", "fp17"], "expected some of none, bf16, fp16, blockwi"),
-            (["training", "--contenders", "nccl"], "expected some of alone, hvdlite, mpi, ddp"),
             ([*NUMPY, "--contenders", "mpi,gloo"], "found 'gloo', expected some of hvdlite, buck"),
             ([*NUMPY, "--np", "4", "-H", "localhost:2"], "-np 4 is more than the 2 slots of local"),
             ([*NUMPY, "--plot", "plot.gif"], "--plot plot.gif: expected a name that ends in .png"),
@@ -131,7 +128,6 @@ class TestMistakes:
         ("missing", "words", "message"),
         [
             (FRAMEWORKS, "training", "needs PyTorch (pip install 'hvdlite[torch]') and TensorFlow"),
-            (FRAMEWORKS, "training --framework tensorflow", "needs TensorFlow (pip install 'hvdli"),
             (FRAMEWORKS, "allreduce --framework torch", "needs PyTorch (pip install 'hvdlite["),
             (["matplotlib"], "allreduce --framework numpy --plot x.png", "install hvdlite[cli]`"),
             (

@@ -16,7 +16,6 @@ from hvdlite.errors import StartError
 from hvdlite.tools.cli import timeline as command
 from hvdlite.tools.trace import analysis as trace_analysis
 from hvdlite.tools.trace import record
-from hvdlite.tools.trace.advice import advise
 from tests.harness import run_script
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -385,7 +384,7 @@ class TestOutput:
         assert analysis.slowest.blame == pytest.approx(0.5)
         assert analysis.steps.marker == "operations of bucket 0"
         figures, _ = trace_analysis.read(analysis.file)
-        (waiting, _) = sorted(advise(figures), reverse=True)
+        (waiting, _) = sorted(trace_analysis.advise(figures), reverse=True)
         assert waiting.startswith("Waiting takes 10%, and no single rank causes it")
 
     def test_the_page_has_the_figures_of_the_json(self, tmp_path, capsys):

@@ -1,1 +1,0 @@
-"""Models in training, for the campaign of divergence."""
