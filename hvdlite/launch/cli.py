@@ -21,7 +21,7 @@ from typing import Any
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
 from hvdlite.launch import check_build, hosts, rank, torchrun
-from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
+from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
     folder,
@@ -246,11 +246,11 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
         )
     return Sizes(
         Discovery(first, options.host_discovery_script or "", options.slots_per_host or 1),
-        Blacklist((cooldown[0], cooldown[1])),
         least,
         most,
         spares,
         float(options.elastic_timeout or Settings().elastic_timeout),
+        (cooldown[0], cooldown[1]),
     )
 
 
