@@ -10,6 +10,7 @@ from hvdlite.launch.hosts import (
     all_local,
     check_names,
     choose_hosts,
+    on_this_host,
     own_addresses,
     parse_hostfile,
     parse_hosts,
@@ -114,3 +115,12 @@ def test_a_host_that_nobody_knows(tmp_path, monkeypatch):
     check_names([Host("localhost", 1), Host("127.0.0.9", 1), Host("alias.invalid", 1)])
     with pytest.raises(StartError, match=r"^host no.invalid does not answer: why; .*`ssh no.inv"):
         check_names([Host("alias.invalid", 1), Host("no.invalid", 1)])
+
+
+def test_the_hosts_of_batch_jobs():
+    here, there = [Host("localhost", 2)], [Host("localhost", 1), Host("no-such-host", 1)]
+    assert not on_this_host([], {"SLURM_JOB_ID": "7"})
+    assert on_this_host([], {"SLURM_CONF": "/etc/slurm.conf"})
+    for environment in ({}, {"SLURM_JOB_ID": "7"}):
+        assert on_this_host(here, environment)
+        assert not on_this_host(there, environment)

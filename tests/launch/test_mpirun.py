@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpirun import MPICH, IntelMPI, OpenMPI, OpenMPI4, detect, find
+from hvdlite.launch.mpirun import MPICH, IntelMPI, OpenMPI, OpenMPI4, detect, exported, find
 
 HERE = 3, [], ["python", "train.py", "-x"]
 HOSTS = [Host("a", 2), Host("b", 2)]
@@ -161,3 +161,26 @@ def test_detect_an_unknown_one(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(StartError, match="broken --version: "):
         detect(str(broken))
+
+
+def test_exported():
+    environment = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/lib",
+        "HVDLITE_LOG_LEVEL": "debug",
+        "FOO": "a b;c='d'",
+        "EMPTY": "",
+        # Variables of this shell, login or host, or of mpirun:
+        "_": "/bin/env",
+        "PWD": "/",
+        "SHLVL": "1",
+        "HOSTNAME": "here",
+        "SSH_AUTH_SOCK": "/tmp/agent",
+        "OMPI_MCA_btl": "self",
+        "SLURM_NODEID": "0",
+        # Cannot be carried:
+        "BASH_FUNC_module%%": "() { true; }",
+        "TWO_LINES": "a\nb",
+        "with-dash": "1",
+    }
+    assert exported(environment) == ["EMPTY", "FOO", "HVDLITE_LOG_LEVEL", "LD_LIBRARY_PATH", "PATH"]

@@ -178,18 +178,6 @@ def test_a_rank_that_began_to_leave_before_is_named_before(server, monkeypatch):
             process.communicate()
 
 
-def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
-    """Otherwise the process around a rank that failed because of it could be first."""
-    note = tmp_path / f"{protocol.LEAVING}7"
-    note.touch()
-    noted = []
-    monkeypatch.setattr(rank, "_send", lambda *sent: noted.append(note.exists()))
-    monkeypatch.setattr(rank, "_drain", lambda: None)
-    rank._report("a channel", 3, "rank 0 failed", str(tmp_path), under_way=False)
-    assert noted == [True]
-    assert not note.exists()
-
-
 _TELL_SIGNALS = """
 import signal, sys
 def note(number, frame):
