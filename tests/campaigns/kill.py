@@ -42,7 +42,7 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "steps": Script("tests/elastic/three_steps.py", 3, 0.1, has_steps=False),
+    "step": Script("tests/elastic/recovering.py", 1, 0.1, has_steps=False),
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
     "sets": Script("tests/elastic/adding_sets.py", 60, 0.4, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
@@ -124,7 +124,7 @@ def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> 
 
 
 def every_point(ranks: int = 3) -> int:
-    """Have each rank of a job of three steps die at each point that it gets to; count them."""
+    """Have each rank of a job of one step die at each point that it gets to; count them."""
     tried = 0
     for rank in range(ranks):
         others = [each for each in range(ranks) if each != rank]
@@ -132,7 +132,7 @@ def every_point(ranks: int = 3) -> int:
             count, reached = 0, True
             while reached:
                 count += 1
-                found = run("steps", [f"kill:rank={rank},point={point},count={count}"], ranks)
+                found = run("step", [f"kill:rank={rank},point={point},count={count}"], ranks)
                 reached = found.left != [*range(ranks)]
                 assert not reached or found.left == others, (rank, point, count, found)
                 assert found.results == {str(len(found.left))}, (rank, point, count, found)
