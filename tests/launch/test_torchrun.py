@@ -144,6 +144,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_processes_that_a_script_starts_itself_keep_gloo(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "script.py").write_text(OWN_PROCESSES)
