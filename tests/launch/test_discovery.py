@@ -1,5 +1,6 @@
 """hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
 
+import itertools
 import json
 import re
 import sys
@@ -71,12 +72,7 @@ def discovered(hosts, *options):
 
 def lengths(values):
     """Return the values that follow each other, and how often each does."""
-    found = []
-    for value in values:
-        if not found or found[-1][0] != value:
-            found.append([value, 0])
-        found[-1][1] += 1
-    return found
+    return [[value, len([*group])] for value, group in itertools.groupby(values)]
 
 
 def test_ranks_come_and_go_with_the_hosts(hosts):
