@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -19,18 +18,11 @@ from hvdlite.collectives.allreduce import Allreduce, describe_allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.launch.mpirun import detect
 from hvdlite.transport.shared_memory import futex
 from tests.harness import mpirun, ranks
 
 linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
-
-
-@functools.cache
-def outlives_a_rank():
-    """Return whether this mpirun can let the other ranks live when one has died."""
-    program = mpirun.command(1)[0]
-    asked = subprocess.run([program, "--version"], capture_output=True, text=True)
-    return "Open MPI) 5" in asked.stdout
 
 
 PROLOGUE = """
@@ -121,7 +113,7 @@ action = lambda: hvd.allreduce(array, op=hvd.Max, out=array)
 
 
 @linux
-@pytest.mark.skipif(not outlives_a_rank(), reason="needs Open MPI 5, which can outlive a rank")
+@pytest.mark.skipif(not detect(mpirun.command(1)[0]).elastic, reason="needs Open MPI 5")
 class TestKilled:
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -86,51 +86,11 @@ def test_an_exchange_takes_the_time_that_its_bytes_need():
     assert max(seconds) < 5 * max(through) * 8 / rate
 
 
-def test_hosts_have_their_own_interfaces_names_and_addresses(network):
-    for host in network.hosts:
-        show = "hostname; ls /proc/sys/net/ipv4/conf; ip -brief address show up scope global"
-        done = subprocess.run(
-            host.enter("sh", "-c", show), check=True, capture_output=True, text=True
-        )
-        lines = done.stdout.split()
-        assert lines[0] == host.name
-        assert set(lines[1:5]) == {"all", "default", "eth0", "lo"}
-        assert f"{host.address}/24" in lines
-    found = network.run(["getent", "hosts", "host1"]).stdout.split()
-    assert found == [network.hosts[1].address, "host1"]
-
-
-def test_ssh_runs_a_command_on_the_other_host_and_takes_no_environment_along(network):
-    ssh = str(network.folder / "ssh")
-    done = network.run([ssh, "-x", "host1", "hostname;", "exit", "${MINE:-3}"], {"MINE": "4"})
-    assert (done.stdout, done.returncode) == ("host1\n", 3)
-    assert network.run([ssh, "nowhere", "hostname"]).returncode == 255
-
-
 def test_a_command_that_hangs_is_ended(network):
     hanging = "echo began; setsid sleep 60 & sleep 60"
     with pytest.raises(TimeoutError, match=r"ran longer than 0.5 s\nbegan"):
         network.run(["sh", "-c", hanging], timeout=0.5)
     assert network.hosts[0].processes() == []
-
-
-def test_nothing_is_left_after_an_error():
-    def fail():
-        with network_hosts(2) as made:
-            host = made.hosts[1]
-            left = subprocess.Popen(host.enter("sleep", "60"))
-            while left.pid not in host.processes():
-                pass
-            seen.extend([made.folder, left, *(host.keeper for host in made.hosts)])
-            raise KeyboardInterrupt
-
-    seen = []
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    folder, left, *keepers = seen
-    assert left.wait(5) == -signal.SIGKILL
-    assert survivors(keepers, 0) == []
-    assert not folder.exists()
 
 
 _KILLED = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class ModelStateHandler(StatefulHandler):
 
     def restore(self) -> None:
         super().restore()
-        _forget_gradients(self.value.parameters())
+        self.value.zero_grad()  # forgets those of an abandoned step
 
     def sync(self) -> None:
         if has_extra_state(self.value):
@@ -53,8 +52,8 @@ class OptimizerStateHandler(StatefulHandler):
 
     def restore(self) -> None:
         super().restore()
-        for group in self.value.param_groups:
-            _forget_gradients(group["params"])
+        # Not its own, which refuses it while gradients are being exchanged.
+        torch.optim.Optimizer.zero_grad(self.value)
 
     def sync(self) -> None:
         value = self.value
@@ -92,11 +91,6 @@ class SamplerStateHandler(StatefulHandler):
 
     def reset(self) -> None:
         self.value.reset()
-
-
-def _forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None  # of an abandoned step
 
 
 handlers += [(ElasticSampler, SamplerStateHandler), (ShardSampler, PositionHandler)]

@@ -85,10 +85,6 @@ def run(
         rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout, pool, first_tag)
         attempts = _Attempts(state, rendezvous, settings, holders or ())
         try:
-            if holders is None:
-                attempts.resume()
-            else:
-                resizing.connect()
             result = attempts.until_done(lambda: func(state, *args, **kwargs))
             resizing.disconnect()
             return result
@@ -125,14 +121,15 @@ class _Attempts:
         self._commits = state.commits  # when the last of them came
         self._skip_sync = False
 
-    def resume(self) -> None:
-        """Go on from the state of a run with another number of ranks, if there was one."""
-        resets = resizing.resume(self._state)
-        if resets is not None:
-            self._resets, self._is_new = resets, True
-
     def until_done(self, train: Callable[[], _Result]) -> _Result:
-        """Call the function until all ranks have returned from it together."""
+        """Call the function until all ranks have returned from it together.
+
+        First go on from the state of a run with another number of ranks, if there was one.
+        """
+        if self._holders:
+            resizing.connect()
+        elif (resets := resizing.resume(self._state)) is not None:
+            self._resets, self._is_new = resets, True
         while True:
             try:
                 if self._is_new:

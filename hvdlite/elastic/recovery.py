@@ -78,8 +78,6 @@ class Recovery(Supervisor):
 
     #: The recoveries so far; adding a process set is one, too.
     recoveries = 0
-    # For each rank, by its id, the number at the start of the job, for messages.
-    _places: Sequence[int]
 
     def __init__(self, message: spares.Message | None = None, again: bool = False) -> None:
         self._message = message
@@ -112,7 +110,6 @@ class Recovery(Supervisor):
             pool.holders = [rank for rank, message in enumerate(self.messages) if message]
         if [message and message.rank for message in self.messages] != [*range(before)]:
             self.process_sets = [*spares.with_ranks(self.process_sets, self.messages)]
-        self._places = pool.places
         self.place = pool.place
         return engine
 
@@ -135,7 +132,6 @@ class Recovery(Supervisor):
         self._mpi = MPI
         self._world = whole
         self._settings = settings
-        self._places = whole.ids
         self._enter = enter
         self._gathering = Gathering(MPI, whole.create(whole.comm.Dup))
         self.renumbering = membership.lock
@@ -476,7 +472,7 @@ class Recovery(Supervisor):
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
         """Log the recovery; ranks are named by their numbers at the start of the job."""
         left = attempt.world.ids
-        dead = [self._places[each] for each in self._world.ids if each not in left]
+        dead = [self._pool.places[each] for each in self._world.ids if each not in left]
         if attempt.world.comm.rank != 0 or not dead:
             return
         _log.warning(

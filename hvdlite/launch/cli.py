@@ -21,7 +21,7 @@ from typing import Any
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
 from hvdlite.launch import check_build, hosts, rank, torchrun
-from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
+from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
     folder,
@@ -85,10 +85,10 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     job = _prepare(options, plan)
     # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
     others = {*job.program.agent_variables, *hosts.BATCH}
-    uses_ssh = not job.is_here and sizes is None and job.settings.keys().isdisjoint(others)
+    uses_ssh = sizes is None and job.settings.keys().isdisjoint(others)
+    remote = [each.name for each in plan.hosts if uses_ssh and not hosts.all_local([each])]
     ssh = shlex.split(ssh_arguments(options))
-    if uses_ssh:
-        hosts.check_names(plan.hosts, ssh)
+    hosts.check_names(remote, ssh)
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
@@ -122,10 +122,9 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
             break
     if end.text:
         say(end.text)
-    if end.text.startswith("mpirun ") and uses_ssh:
-        for host in plan.hosts:
-            if not hosts.all_local([host]) and (reason := hosts.login(host.name, ssh)):
-                say(f"host {host.name} does not answer: {reason}")
+    for host in remote if end.text.startswith("mpirun ") else ():
+        if reason := hosts.login(host, ssh):
+            say(f"host {host} does not answer: {reason}")
     return end.code
 
 
@@ -246,11 +245,11 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
         )
     return Sizes(
         Discovery(first, options.host_discovery_script or "", options.slots_per_host or 1),
-        Blacklist((cooldown[0], cooldown[1])),
         least,
         most,
         spares,
         float(options.elastic_timeout or Settings().elastic_timeout),
+        (cooldown[0], cooldown[1]),
     )
 
 

@@ -30,30 +30,6 @@ from hvdlite.launch.server import Server
 _PERIOD = 1.0  # Horovod's
 _SECONDS_TO_ANSWER = 60.0
 _TICK = 0.1
-_MAX_OUTPUT = 1 << 20
-
-
-@dataclass
-class Blacklist:
-    """The hosts on which a process has failed, and which get no more processes for a while.
-
-    Attributes:
-        cooldown: seconds after the first failure, which double with each further one, and the most
-            that they grow to; default: forever.
-    """
-
-    cooldown: tuple[float, float] = (inf, inf)
-    _failures: Counter[str] = field(default_factory=Counter, init=False)
-    _until: dict[str, float] = field(default_factory=dict, init=False)
-
-    def add(self, key: str) -> None:
-        """Add a host after a failure there."""
-        least, most = self.cooldown
-        self._until[key] = time.monotonic() + min(least * 2.0 ** self._failures[key], most)
-        self._failures[key] += 1
-
-    def __contains__(self, key: str) -> bool:
-        return time.monotonic() < self._until.get(key, 0.0)
 
 
 @dataclass
@@ -114,7 +90,6 @@ class Discovery:
             end=_kill,
             look=look,
             period=_TICK,
-            most=_MAX_OUTPUT,
             shell=True,
             start_new_session=True,
         )
@@ -152,14 +127,19 @@ class Sizes:
         most: the most ranks that it may have.
         spares: slots that it needs beside those of the ranks.
         seconds: the longest wait for hosts.
+        cooldown: seconds for which a host on which a process has failed gets no other, doubled with
+            each further failure there, and the most that they grow to; default: forever.
     """
 
     discovery: Discovery
-    blacklist: Blacklist
     least: int
     most: int
     spares: int = 0
     seconds: float = 600.0
+    cooldown: tuple[float, float] = (inf, inf)
+    # For each host, its failures, and until when it gets no more processes.
+    _failures: Counter[str] = field(default_factory=Counter, init=False)
+    _until: dict[str, float] = field(default_factory=dict, init=False)
     _order: list[str] = field(default_factory=list, init=False)
     # The hosts on which a process has ever started.
     _proven: set[str] = field(default_factory=set, init=False)
@@ -198,7 +178,7 @@ class Sizes:
             for death in server.deaths[known:]:
                 known += 1
                 for name in server.hosts.get(death.rank, ()):
-                    self.blacklist.add(host_key(name))
+                    self.exclude(host_key(name))
             if due or server.left:
                 return
             dead = {death.rank for death in server.deaths}
@@ -214,6 +194,16 @@ class Sizes:
 
         return look
 
+    def exclude(self, key: str) -> None:
+        """Give a host no more processes for a while, after a failure there."""
+        least, most = self.cooldown
+        self._until[key] = time.monotonic() + min(least * 2.0 ** self._failures[key], most)
+        self._failures[key] += 1
+
+    def is_excluded(self, key: str) -> bool:
+        """Return whether a host gets no more processes now."""
+        return time.monotonic() < self._until.get(key, 0.0)
+
     def note_end(self, plan: Plan, server: Server, failed: bool) -> list[str]:
         """Note which hosts a run has started on; return those that get no processes for a while.
 
@@ -225,7 +215,7 @@ class Sizes:
             return []
         bad = [host.name for host in plan.hosts if host_key(host.name) not in self._proven]
         for name in bad:
-            self.blacklist.add(host_key(name))
+            self.exclude(host_key(name))
             del self._running[host_key(name)]
         return bad
 
@@ -254,7 +244,7 @@ class Sizes:
         slots: Counter[str] = Counter()
         for name, number in self.discovery.hosts:
             slots[host_key(name)] += number
-        for key in filter(self.blacklist.__contains__, names):
+        for key in filter(self.is_excluded, names):
             slots[key] = min(self._running[key], slots[key])
         keys = dict.fromkeys([*self._order, *names])
         return [Host(names[key], slots[key]) for key in keys if slots[key]]

@@ -115,19 +115,17 @@ def login(host: str, arguments: Sequence[str] = ()) -> str:
     return "" if works else line
 
 
-def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
+def check_names(names: Sequence[str], arguments: Sequence[str] = ()) -> None:
     """Refuse hosts that neither this host's resolver nor ssh, with more arguments, knows."""
-    for host in hosts:
-        if all_local([host]):
-            continue
+    for name in names:
         with contextlib.suppress(OSError, UnicodeError):
-            socket.getaddrinfo(host.name, None)
+            socket.getaddrinfo(name, None)
             continue
-        reason = login(host.name, arguments)  # which may have another name for it
+        reason = login(name, arguments)  # which may have another name for it
         if reason:
             raise StartError(
-                f"host {host.name} does not answer: {reason}; correct its name in -H or the "
-                f"hostfile, or make `ssh {host.name} true` work without a password"
+                f"host {name} does not answer: {reason}; correct its name in -H or the "
+                f"hostfile, or make `ssh {name} true` work without a password"
             )
 
 

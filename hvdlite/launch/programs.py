@@ -26,13 +26,11 @@ def run(
     look: Callable[[float], object] = lambda seconds: None,
     period: float = inf,
     end: Callable[[subprocess.Popen[bytes]], object] = subprocess.Popen.kill,
-    most: int = -1,
     **options: Any,
 ) -> Ended:
     """Run a program for so many seconds at most, and `end` it then, or what it leaves behind.
 
-    Each period, `look` gets the seconds so far; the program ends if it raises. Of each output so
-    many characters are returned at `most`; -1: all.
+    Each period, `look` gets the seconds so far; the program ends if it raises.
     """
     # Files, because a pipe would stay open as long as anything that the program leaves behind.
     with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
@@ -51,7 +49,7 @@ def run(
             process.wait()
         out.seek(0)
         err.seek(0)
-        return Ended(code, out.read(most), err.read(most), seconds)
+        return Ended(code, out.read(), err.read(), seconds)
 
 
 def ask(command: Sequence[str], seconds: float = 60.0) -> tuple[bool, str]:

@@ -123,6 +123,7 @@ def _simulated(job: Job) -> Iterator[None]:
 
 def _recovery(world: World) -> recovery.Recovery:
     recovering = recovery.Recovery()
+    recovering._pool = SimpleNamespace(places=world.ids)
     recovering.watch(simulated_mpi, world, _SETTINGS, lambda _: None)
     return recovering
 

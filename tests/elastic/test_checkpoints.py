@@ -1,24 +1,16 @@
 """hvdliterun --elastic: the ranks that are left save and load when rank 0 dies meanwhile."""
 
-import sys
-
 import pytest
 
-from tests.launch.launcher import hvdliterun
+from tests.elastic.test_recovery import run
 
 CODE = """
-import os, signal, sys
-import numpy as np
-import hvdlite as hvd
 from hvdlite import collectives
-from hvdlite.base import files
 
 def die(*_, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-hvd.init()
-start = hvd.rank()
-saved = hvd.checkpoint(sys.argv[1], keep=2)
+saved = hvd.checkpoint("{path}", keep=2)
 broadcast_async = collectives.broadcast_async
 state = {"by": start, "array": np.full(5, start)}
 
@@ -68,14 +60,12 @@ told()
 @pytest.mark.slow
 def test_who_is_rank_0_by_then_saves_and_loads(tmp_path):
     path = tmp_path / "state.npz"
-    job = hvdliterun("--elastic", "-np", 6, sys.executable, "-c", CODE, path)
-    assert job.returncode == 0, job.stderr
     lost = f"{path}: the rank that has read it died before it had sent all of it; load it again"
     refused = (
         f"{path} cannot be written: rank 0, which had the state, has died, and rank 4 of the start,"
         " which has taken its place, passed None; with --elastic, pass the state on all ranks"
     )
-    assert sorted(job.stdout.splitlines()) == sorted(
+    assert run(CODE.replace("{path}", str(path)), 6)[0] == sorted(
         [
             *[f"{start} 6 0" for start in range(6)],
             *[f"{start} 5 1" for start in range(1, 6)],

@@ -18,6 +18,7 @@ def test_ddp_goes_on():
     assert len(found.results) == 1
 
 
+@pytest.mark.slow
 def test_fsdp_ends():
     assert kill.run_fsdp(random.Random(0), 3) < 5
 

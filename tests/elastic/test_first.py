@@ -1,21 +1,14 @@
 """hvdliterun --elastic: the next rank goes first when the one that does dies."""
 
-import re
-import sys
-
 import pytest
 
-from tests.harness import mpirun
-from tests.launch.launcher import hvdliterun
+from tests.elastic.test_recovery import run
 
 CODE = """
-import os, pathlib, signal, sys, time
-import hvdlite as hvd
-
-hvd.init()
-start, per_node = hvd.rank(), "per-node" in sys.argv
-node = start // 2 if per_node else 0
-path = pathlib.Path(sys.argv[1]) / f"node-{node}"
+import time
+from pathlib import Path
+per_node = {per_node}
+path = Path("{folder}", f"node-{start // 2 if per_node else 0}")
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -47,17 +40,11 @@ assert hvd.allgather_object(start) == [2, 3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["of-all", "per-node"])
-def test_the_next_rank_goes_first(tmp_path, how):
-    extra = {"HVDLITE_FORCE_LOCAL_SIZE": "2"} if how == "per-node" else {}
-    job = hvdliterun(
-        *("--elastic", "-np", 4, sys.executable, "-c", CODE, tmp_path, how),
-        env=mpirun.environment(extra),
-        timeout=240,
-    )
-    assert job.returncode == 0, job.stderr
-    found = sorted(re.findall(r"^\d of .*", job.stdout, re.MULTILINE))
-    if how == "of-all":
+@pytest.mark.parametrize("per_node", [False, True])
+def test_the_next_rank_goes_first(tmp_path, per_node):
+    code = CODE.replace("{folder}", str(tmp_path)).replace("{per_node}", str(per_node))
+    found, _ = run(code, 4, env={"HVDLITE_FORCE_LOCAL_SIZE": "2"} if per_node else {})
+    if not per_node:
         ran = [f"{rank} of 3: by 1, after another: True" for rank in (1, 2, 3)]
     else:
         ran = [
@@ -66,6 +53,6 @@ def test_the_next_rank_goes_first(tmp_path, how):
             "3 of 3: by 2, after another: True",
         ]
     # The setting counts nodes by consecutive ranks: after the death they are 1 and 2, and 3.
-    failing = 2 if how == "of-all" else 3
+    failing = 3 if per_node else 2
     failed = [f"{rank} of 2: 'of rank {failing}'" for rank in (2, 3)]
     assert found == sorted(ran + failed)

@@ -17,14 +17,8 @@ import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite.keras import shard
-from hvdlite.keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
+from hvdlite.keras import elastic, shard
+from hvdlite.keras.elastic import KerasState, run
 from hvdlite.tensorflow.elastic import TensorFlowKerasState, TensorFlowState
 from tests.harness import ranks, run_script
 from tests.launch import launcher
@@ -32,7 +26,7 @@ from tests.launch import launcher
 PATIENCE = 240.0  # to import TensorFlow on a busy machine takes a minute
 
 
-def make_model(seed, dropout=0.0):
+def make_model(seed, dropout=0.0, keras=keras):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [
@@ -108,11 +102,11 @@ class TestStates:
         with pytest.raises(ValueError, match="no list of all variables"):
             TensorFlowState()
 
-    @pytest.mark.parametrize("kind", [KerasState, TensorFlowKerasState])
-    def test_a_model_and_its_optimizer_come_back(self, kind):
+    def test_a_model_and_its_optimizer_come_back(self):
+        assert TensorFlowKerasState is KerasState
         model = make_model(0, dropout=0.5)
         model.compile(keras.optimizers.Adam(0.01), "mse")
-        state = kind(model, batch=0, epoch=0)
+        state = KerasState(model, batch=0, epoch=0)
         assert state.optimizer is model.optimizer
         everything = [*model.variables, *model.optimizer.variables]
         before = values(everything)
@@ -235,9 +229,9 @@ class Committed(KerasState):
             self.seen.append((self.epoch, self.batch))
 
 
-def fit(order=1, every=3, per_call=1, **where):
+def fit(order=1, every=3, per_call=1, keras=keras, elastic=elastic, **where):
     """Fit three epochs of eight batches, and write down what is committed and trained on."""
-    model = make_model(0)
+    model = make_model(0, keras=keras)
     batches = []
 
     class Model(keras.Sequential):
@@ -248,13 +242,13 @@ def fit(order=1, every=3, per_call=1, **where):
     model = Model(model.layers)
     model.build((None, 3))
     options = {"run_eagerly": per_call == 1, "steps_per_execution": per_call}
-    model.compile("sgd", "mse", jit_compile=False, **options)
+    model.compile("adam", "mse", jit_compile=False, **options)
     state = Committed(model, batch=where.pop("batch", 0), epoch=where.pop("epoch", 0))
     state.seen = []
     callbacks = [
-        CommitStateCallback(state, every),
-        UpdateBatchStateCallback(state),
-        UpdateEpochStateCallback(state),
+        elastic.CommitStateCallback(state, every),
+        elastic.UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
     ]
     model.fit(
         *data(), batch_size=4, shuffle=False, verbose=0, callbacks=callbacks[::order], **where
@@ -302,7 +296,7 @@ class TestCallbacks:
 
     def test_a_number_of_batches_below_one_is_refused(self):
         with pytest.raises(ValueError, match="batches_per_commit=0"):
-            CommitStateCallback(None, 0)
+            elastic.CommitStateCallback(None, 0)
 
 
 class Averaged(keras.optimizers.Adam):
@@ -328,10 +322,10 @@ def train(failing):
                     raise hvd.HorovodInternalError("made up")
 
     callbacks = [
-        UpdateEpochStateCallback(state),
-        UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
+        elastic.UpdateBatchStateCallback(state),
         Fail(),
-        CommitStateCallback(state, 2),
+        elastic.CommitStateCallback(state, 2),
     ]
     inputs, labels = (each[hvd.rank() :: hvd.size()] for each in data(24))
 
@@ -427,63 +421,30 @@ def test_other_backends_and_legacy_keras(which):
 
 OTHERS = """
 import os, sys
-which = sys.argv[1]
-import numpy as np
+is_legacy = sys.argv[1] == "legacy"
+os.environ["KERAS_BACKEND"] = "tensorflow" if is_legacy else "torch"
+os.environ["TF_USE_LEGACY_KERAS"] = str(int(is_legacy))
 import hvdlite as hvd
-if which == "torch":
-    os.environ["KERAS_BACKEND"] = "torch"
-    import keras
-    from hvdlite.keras.elastic import (
-        CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
-    )
-else:
-    os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    import tensorflow as tf
+from tests.elastic import test_keras
+if is_legacy:
     import tf_keras as keras
-    from hvdlite.tensorflow.keras.elastic import (
-        CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
-    )
+    from hvdlite.tensorflow.keras import elastic
+else:
+    import keras
+    from hvdlite.keras import elastic
 hvd.init()
-inputs = np.arange(32, dtype=np.float32)[:, None]
-trained = []
-
-class Model(keras.Sequential):
-    def train_step(self, data):
-        if which == "torch":
-            trained.append(float(data[0][0, 0]))
-        else:
-            tf.py_function(lambda x: trained.append(float(x[0, 0])), [data[0]], [])
-        return super().train_step(data)
-
-class State(KerasState):
-    def save(self):
-        super().save()
-        if hasattr(self, "seen"):
-            self.seen.append((self.epoch, self.batch))
-
+options = {"keras": keras, "elastic": elastic}
+whole = test_keras.fit(epochs=1, **options)[1]
 for order in (1, -1):
-    trained.clear()
-    model = Model([keras.layers.Dense(1)])
-    model.build((None, 1))
-    model.compile(keras.optimizers.Adam(1e-3), "mse")
-    state = State(model, batch=5, epoch=1)
-    state.seen = []
-    callbacks = [
-        CommitStateCallback(state, 3),
-        UpdateBatchStateCallback(state),
-        UpdateEpochStateCallback(state),
-    ][::order]
-    where = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    model.fit(inputs, inputs, epochs=3, initial_epoch=1, callbacks=callbacks, **where)
-    assert trained == [20, 24, 28, *range(0, 32, 4)], trained
+    where = {"batch": 5, "epoch": 1, "epochs": 3, "initial_epoch": 1}
+    state, trained = test_keras.fit(order, **where, **options)
+    assert trained == whole[5:] + whole, trained
     assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)], state.seen
-    changed = [*model.variables, *model.optimizer.variables]
-    kept = [variable.numpy().copy() for variable in changed]
-    model.fit(inputs, inputs, **where)
-    now = [variable.numpy() for variable in changed]
-    assert sum(not np.array_equal(*pair) for pair in zip(now, kept)) >= 6
+    changed = [*state.model.variables, *state.optimizer.variables]
+    kept = test_keras.values(changed)
+    state.model.fit(*test_keras.data(), verbose=0)
+    assert sum(now != before for now, before in zip(test_keras.values(changed), kept)) >= 12
     state.restore()
-    now = [variable.numpy() for variable in changed]
-    assert all(np.array_equal(*pair) for pair in zip(now, kept))
+    assert test_keras.values(changed) == kept
     print("as it should be", flush=True)
 """

@@ -9,7 +9,7 @@ import pytest
 from hvdlite.elastic.recovery import LaneState, is_delivered
 from hvdlite.recipe import Sharding
 from tests.campaigns import kill
-from tests.launch.launcher import hvdliterun, running, survivors
+from tests.launch.launcher import hvdliterun
 
 # Three or four ranks that start together take long on a busy machine.
 NUMPY = """
@@ -47,54 +47,36 @@ def test_which_ranks_deliver_an_outcome_in_doubt(states, expected):
     assert [is_delivered(own, states) for own in states] == expected
 
 
-@pytest.mark.slow
+def at(rank, point, count):
+    return f"kill:rank={rank},point={point},count={count}"
+
+
+OVER_MPI, TWO_NODES = {"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}
+# Deaths one after the other, or two at once.
+FAULTS = [
+    ([at(1, "meet", 20), at(0, "exchange", 60), at(3, "confirm", 90)], {}),
+    ([at(2, "exchange", 61), at(0, "deliver", 91), at(1, "delivered", 122)], {}),  # in place first
+    ([at(0, "exchange", 30), at(2, "exchange", 30)], {}),
+    ([at(1, "exchange", 30), "kill:rank=3,point=recover"], {}),
+    (["kill:rank=0,point=start", "kill:rank=3,point=start"], {}),
+    ([at(1, "meet", 50), at(2, "exchange", 58)], OVER_MPI),
+    ([at(1, "meet", 50), at(2, "exchange", 54)], TWO_NODES),
+]
+
+
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "variables"),
     [
-        *(
-            [f"kill:rank={rank},point={point},count={count}"]
-            for rank, point, count in [
-                (1, "meet", 20),
-                (0, "exchange", 60),
-                (2, "exchange", 61),  # in place
-                (3, "confirm", 90),
-                (0, "deliver", 91),
-                (1, "delivered", 92),
-            ]
-        ),
-        ["kill:rank=0,point=exchange,count=30", "kill:rank=2,point=exchange,count=30"],
-        ["kill:rank=1,point=exchange,count=30", "kill:rank=3,point=recover"],
-        ["kill:rank=0,point=start", "kill:rank=3,point=start"],
-        [f"kill:rank={rank},point=meet,count={20 + 9 * rank}" for rank in (0, 1, 2)],
+        ([at(0, "exchange", 40)], {}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in FAULTS),
     ],
-    ids=lambda faults: "+".join(faults),
+    ids=lambda each: "+".join(each),
 )
-def test_sums_are_those_of_the_ranks_that_live(faults):
-    found = kill.run("arrays", faults)
+def test_sums_are_those_of_the_ranks_that_live(faults, variables):
+    found = kill.run("arrays", faults, extra=variables)
     dead = {int(re.search(r"rank=(\d)", fault)[1]) for fault in faults}
     assert found.left == sorted({*range(4)} - dead)
     assert found.results == {str(4 - len(dead))}
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_with_fewer_ranks(ranks):
-    found = kill.run("arrays", ["kill:rank=0,point=exchange,count=40"], ranks)
-    assert (found.left, found.results) == ([*range(1, ranks)], {str(ranks - 1)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "point", "count"),
-    [
-        ({"HVDLITE_SHARED_MEMORY": "0"}, "meet", 50),
-        ({"HVDLITE_SHARED_MEMORY": "0"}, "exchange", 58),
-        ({"HVDLITE_FORCE_LOCAL_SIZE": "2"}, "meet", 50),
-        ({"HVDLITE_FORCE_LOCAL_SIZE": "2"}, "exchange", 54),
-    ],
-)
-def test_over_mpi_and_several_nodes(variables, point, count):
-    found = kill.run("arrays", [f"kill:rank=1,point={point},count={count}"], extra=variables)
-    assert (found.left, found.results) == ([0, 2, 3], {"3"})
 
 
 # In Keras, too, and at random: python -m tests.campaigns.kill --framework keras
@@ -108,21 +90,24 @@ def test_training_goes_on():
     assert len(found.lost) == 1
 
 
-@pytest.mark.parametrize("outs", ["mine", "[each[:] for each in mine]"])
-def test_a_group_in_place_runs_again_from_what_it_was_given(outs):
-    code = f"""
+def test_a_group_in_place_runs_again_from_what_it_was_given():
+    """Each time a rank dies when the first array has its sum."""
+    code = """
 from hvdlite.collectives.allreduce import Allreduce
 execute = Allreduce.execute
+victims = {"group.1": 2, "views.1": 3}
 def dying(self, *args):
-    if start == 2 and self.name == "group.1":  # when the first array has its sum
+    if victims.get(self.name) == start:
         os.kill(os.getpid(), signal.SIGKILL)
     return execute(self, *args)
 Allreduce.execute = dying
-mine = [np.ones(10, dtype) for dtype in ("float32", "float64")]
-hvd.grouped_allreduce(mine, op=hvd.Sum, outs={outs}, name="group")
-print(mine[0][0], mine[1][0])
+for name in ("group", "views"):
+    mine = [np.ones(10, dtype) for dtype in ("float32", "float64")]
+    outs = mine if name == "group" else [each[:] for each in mine]
+    hvd.grouped_allreduce(mine, op=hvd.Sum, outs=outs, name=name)
+    print(name, mine[0][0], mine[1][0])
 """
-    assert run(code, 3)[0] == ["2.0 2.0"] * 2
+    assert run(code, 4)[0] == ["group 3.0 3.0"] * 3 + ["views 2.0 2.0"] * 2
 
 
 def test_a_rank_without_memory_for_the_recovery_leaves_it_to_the_others():
@@ -145,32 +130,6 @@ except hvd.HorovodInternalError as error:
     assert "left without the others" not in stderr  # no lane of rank 1 waits for them
 
 
-def test_what_the_user_is_told():
-    _, stderr = run("start == 1 and os._exit(3)\nhvd.allreduce(1.0)", 2)
-    lines = stderr.splitlines()
-    assert re.fullmatch(
-        r"hvdliterun: rank 1 on host \S+ exited with code 3; the other ranks go on", lines[0]
-    )
-    assert re.fullmatch(
-        r"rank 1 died; the other one goes on in the same step, after \d\.\d{3} s", lines[1]
-    )
-    assert len(lines) == 2
-
-
-@pytest.mark.slow
-def test_an_exception_is_the_death_of_its_rank():
-    code = "if start == 0: raise KeyError('mine')\nprint(hvd.allreduce(2.0, op=hvd.Sum))\n"
-    lines, stderr = run(code, 3)
-    assert lines == ["4.0", "4.0"]
-    assert "hvdlite: rank 0 of 3 leaves the job:\nTraceback" in stderr
-    assert "KeyError: 'mine'" in stderr
-
-
-def test_a_job_without_a_rank_that_is_left_has_failed():
-    _, stderr = run("os.kill(os.getpid(), 9)", 2, returncode=137)
-    assert stderr.splitlines()[-1] == "hvdliterun: no rank is left"
-
-
 def test_a_rank_that_dies_before_it_has_met_the_others_ends_the_job():
     code = "import os; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and os._exit(5)\n" + NUMPY
     job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
@@ -179,39 +138,32 @@ def test_a_rank_that_dies_before_it_has_met_the_others_ends_the_job():
 
 
 @pytest.mark.slow
-def test_a_broadcast_whose_root_has_died_is_lost():
+def test_roots_are_known_by_their_numbers_at_the_start():
+    """Each that is left gets the number of another, such as the root's."""
     code = """
-if start == 0:
+import time
+def meet_without(victim):
     hvd.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-hvd.barrier()
+    if start == victim:
+        time.sleep(0.3)  # so that the others are in what follows
+        os.kill(os.getpid(), signal.SIGKILL)
+meet_without(0)
 try:
     hvd.broadcast_object(None, root_rank=0, name="weights")
 except hvd.errors.HorovodInternalError as error:
     print(error)
-print(hvd.allreduce(1.0, op=hvd.Sum))
-"""
-    assert run(code, 3)[0] == [
-        *["'weights' was lost: rank 0, which was to send it, has died"] * 2,
-        *["2.0"] * 2,
-    ]
-
-
-@pytest.mark.slow
-def test_a_broadcast_follows_its_root_to_its_new_number():
-    """Rank 3 gets the number that the root had."""
-    code = """
-hvd.barrier()
-if start == 1:
-    import time
-    time.sleep(0.3)  # so that the others are in the broadcasts
-    os.kill(os.getpid(), signal.SIGKILL)
+meet_without(2)
 arrays = [hvd.broadcast_async(np.full(3, start), root_rank=2, name="array")]
 found = hvd.broadcast_object(start, root_rank=2, name="object")
 print(start, hvd.rank(), found, arrays[0].wait().tolist())
+meet_without(1)
+hvd.barrier()
+time.sleep(0.5 * (start == 3))
+print(start, hvd.broadcast(np.array(start), hvd.join(), name="last to join"))
 """
-    assert run(code, 4)[0] == [
-        f"{start} {rank} 2 [2, 2, 2]" for rank, start in enumerate([0, 2, 3])
+    assert run(code, 5)[0] == [
+        *["'weights' was lost: rank 0, which was to send it, has died"] * 4,
+        *["1 0 3 [3, 3, 3]", "3 1 3 [3, 3, 3]", "3 3", "4 2 3 [3, 3, 3]", "4 3"],
     ]
 
 
@@ -241,46 +193,32 @@ for step in range(4):
 
 
 @pytest.mark.slow
-def test_the_rank_that_joins_last_is_told_by_its_new_number():
-    """Rank 3 gets the number that the last one had."""
+def test_lockstep_ends_though_its_news_are_older_than_a_death():
+    """A rank dies while all know that rank 3 has no next item, or fails, and none has asked yet."""
     code = """
 import time
-hvd.barrier()
-if start == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-hvd.barrier()
-time.sleep(0.5 * (start == 2))
-print(start, hvd.broadcast(np.array(start), hvd.join(), name="weights"))
-"""
-    assert run(code, 4)[0] == ["1 2", "2 2", "3 2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failing", [False, True])
-def test_lockstep_ends_though_its_news_are_older_than_a_death(failing):
-    """Rank 0 dies while all know that the next item of rank 2 is none, and none has asked yet."""
-    code = f"""
-import time
-def items():
-    yield from range(2 if start == 2 else 9)
-    if {failing}:
+def items(failing):
+    yield from range(2 if start == 3 else 9)
+    if failing:
         raise OSError("disk")
-found = []
-try:
-    for item in hvd.lockstep(items()):
-        found.append(item)
-        if len(found) == 2:
-            time.sleep(0.3)
-            if start == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            hvd.barrier()
-except (OSError, hvd.HorovodInternalError) as error:
-    found.append(str(error).partition(":")[0])
-print(start, found)
+for victim, failing in enumerate([False, True]):
+    found = []
+    try:
+        for item in hvd.lockstep(items(failing)):
+            found.append(item)
+            if len(found) == 2:
+                time.sleep(0.3)
+                if start == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                hvd.barrier()
+    except (OSError, hvd.HorovodInternalError) as error:
+        found.append(str(error).partition(":")[0])
+    print(start, found)
 """
-    failed = ", 'rank 2 has no next item'" if failing else ""
-    own = ", 'disk'" if failing else ""
-    assert run(code, 3)[0] == [f"1 [0, 1{failed}]", f"2 [0, 1{own}]"]
+    assert run(code, 4)[0] == [
+        *["1 [0, 1]", "2 [0, 1, 'rank 3 has no next item']", "2 [0, 1]"],
+        *["3 [0, 1, 'disk']", "3 [0, 1]"],
+    ]
 
 
 @pytest.mark.slow
@@ -366,14 +304,6 @@ print(start, np.asarray(counts).tolist(), gradient[:, 0].astype(int).tolist())
     assert run(code, 3)[0] == expected
 
 
-def test_nothing_is_left_when_a_job_is_killed(tmp_path):
-    code = f"{NUMPY}print(os.getpid(), flush=True)\nwhile True: hvd.allreduce(np.ones(100_000))\n"
-    with running("--elastic", "-np", 3, sys.executable, "-c", code) as job:
-        pids = [int(job.stdout.readline()) for _ in range(3)]
-        job.kill()
-    assert survivors(pids) == []
-
-
 def test_another_mpi_is_refused(tmp_path):
     fake = tmp_path / "mpirun"
     fake.write_text("#!/bin/sh\necho 'HYDRA build details:'\necho '    Version: 4.3.1'\n")
@@ -441,28 +371,32 @@ for epoch in range(2):
     )
 
 
-def test_elastic_run_adapts_at_the_next_commit():
+def test_elastic_run_adapts_at_the_next_commit_to_which_it_returns_after_a_failure():
     code = """
-state = hvd.elastic.ObjectState(step=0, total=0.0, calls=0)
-sizes = []
+state = hvd.elastic.ObjectState(step=0, total=0.0)
+sizes, calls = [], []
 state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
 
 @hvd.elastic.run
 def train(state):
-    state.calls += 1
+    calls.append(state.step)
     while state.step < 12:
         if start == 1 and state.step == 4:
             os.kill(os.getpid(), signal.SIGKILL)
+        if state.step == 8 and len(sizes) == 1:
+            raise hvd.HorovodInternalError("once")
         state.total += float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
         state.step += 1
         if state.step % 3 == 0:
             state.commit()
 
 train(state)
-print(start, hvd.rank(), hvd.size(), sizes, state.total, state.calls)
+print(start, hvd.rank(), hvd.size(), sizes, state.total, calls)
 """
     total = 4 * 3.0 + 8 * 2.0  # the step of the death is not lost
-    assert run(code, 3)[0] == [f"0 0 2 [2] {total} 2", f"2 1 2 [2] {total} 2"]
+    assert run(code, 3)[0] == [
+        f"{start} {rank} 2 [2, 2] {total} [0, 6, 6]" for rank, start in ((0, 0), (1, 2))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -519,49 +453,6 @@ print(start, hvd.rank(), hvd.size())
 
 
 @pytest.mark.slow
-def test_messages_after_a_reset_name_ranks_by_their_numbers_at_the_start():
-    code = """
-@hvd.elastic.run
-def train(state):
-    while state.step < 12:
-        if (start, state.step) in [(0, 2), (2, 8)]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        hvd.allreduce(np.ones(1))
-        state.step += 1
-        if state.step % 5 == 0:
-            state.commit()
-
-train(hvd.elastic.ObjectState(step=0))
-"""
-    assert re.findall(r"^rank \d died", run(code, 4)[1], re.M) == ["rank 0 died", "rank 2 died"]
-
-
-@pytest.mark.slow
-def test_elastic_run_returns_to_a_commit_without_the_dead_rank():
-    code = """
-@hvd.elastic.run
-def train(state):
-    while state.step < 9:
-        if start == 0 and state.step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if state.step == 5 and not failed:
-            failed.append(hvd.rank())
-            raise hvd.errors.HorovodInternalError("once")
-        state.total += float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
-        state.step += 1
-        if state.step == 4:
-            state.commit()
-
-failed = []
-state = hvd.elastic.ObjectState(step=0, total=0.0)
-train(state)
-print(start, hvd.rank(), hvd.size(), state.step, state.total)
-"""
-    total = 2 * 3.0 + 7 * 2.0
-    assert run(code, 3)[0] == [f"1 0 2 9 {total}", f"2 1 2 9 {total}"]
-
-
-@pytest.mark.slow
 def test_what_cannot_go_on_starts_again(tmp_path):
     """Rank 0 dies before it has sent what only it has, and the script has kept its number."""
     code = """
@@ -573,19 +464,6 @@ hvd.barrier()
 print(life, hvd.size(), weights)
 """
     assert run(code, 3, "--restarts", 1)[0] == ["1 3 7"] * 3
-
-
-@pytest.mark.slow
-def test_an_unequal_number_of_steps_does_not_hang():
-    code = """
-for step in range(4 + (start == 0)):
-    hvd.allreduce(np.ones(100))
-print("done", start)
-"""
-    lines, stderr = run(code, 3, returncode=1)
-    assert lines == ["done 1", "done 2"]
-    assert "shut down without submitting" in stderr
-    assert "rank 0 on host" in stderr
 
 
 @pytest.mark.slow
@@ -645,24 +523,6 @@ print(start, hvd.size(), some.ranks, float(inside), total)
 
 
 @pytest.mark.slow
-def test_a_process_set_is_added_without_a_word_where_none_dies():
-    code = """
-before = hvd.add_process_set([0, 1])
-found = []
-for _ in range(10):
-    some = hvd.add_process_set([0, 2])
-    for each in (before, some):
-        found += [float(hvd.allreduce(2.0**start, op=hvd.Sum, process_set=each))] \
-            if each.included() else []
-    hvd.remove_process_set(some)
-from hvdlite.engine import runtime
-recovery = runtime.engine().supervisor
-print(start, hvd.size(), recovery.recoveries >= 11, sorted(set(found)))
-"""
-    assert run(code, 3) == (["0 3 True [3.0, 5.0]", "1 3 True [3.0]", "2 3 True [5.0]"], "")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}])
 def test_a_process_set_is_added_while_much_is_in_flight(variables):
     """The ranks begin the operations in different orders, of which some are not everywhere yet."""
@@ -670,6 +530,7 @@ def test_a_process_set_is_added_while_much_is_in_flight(variables):
 def begin(names):
     return [hvd.allreduce_async(np.full(9_000 * (1 + name), 2.0**start), op=hvd.Sum,
                                 name=str(name)) for name in names]
+before = hvd.add_process_set([0, 1])
 for step in range(30):
     names = sorted(range(8), reverse=bool((start + step) % 2))
     handles = begin(names[:5])
@@ -677,10 +538,16 @@ for step in range(30):
     handles += begin(names[5:])
     for handle in handles:
         assert (handle.wait() == 7.0).all()
+    for each, total in ((before, 3.0), (some, 5.0)):
+        if each.included():
+            assert hvd.allreduce(2.0**start, op=hvd.Sum, process_set=each) == total
     hvd.remove_process_set(some)
-print("done")
+from hvdlite.engine import runtime
+print(runtime.engine().supervisor.recoveries >= 31)
 """
-    assert run(code, 3, env=variables)[0] == ["done"] * 3
+    lines, stderr = run(code, 3, env=variables)
+    assert lines == ["True"] * 3
+    assert "rank" not in stderr  # only Open MPI tells of calls that a recovery has ended
 
 
 @pytest.mark.slow

@@ -104,13 +104,6 @@ def test_the_state_may_be_given_by_its_name(size):
 
 class TestFailures:
     @ranks(1, 2, 3)
-    def test_undisturbed(self, size):
-        hvd.init()
-        found, calls = train(None)
-        assert found == expected(size)
-        assert calls == [0]
-
-    @ranks(1, 2, 3)
     @pytest.mark.parametrize("commit_every", [3, 100])
     def test_one_rank_raises(self, commit_every, size):
         hvd.init()

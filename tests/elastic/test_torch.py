@@ -257,10 +257,6 @@ class TestState:
         assert handler.value.param_groups[0]["lr"] == 0.5
         assert model.weight.grad is None
 
-    def test_names_that_are_taken_are_refused(self):
-        with pytest.raises(ValueError, match="'restore' is a part of TorchState"):
-            TorchState(restore=torch.nn.Linear(1, 1))
-
     def test_it_is_where_horovod_has_it(self):
         assert hvd.elastic.TorchState is TorchState
         assert hvd.elastic.ObjectState is ObjectState

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -72,42 +71,14 @@ def mismatch():
     hvd.allreduce(np.ones(2 + hvd.rank()), name="x")
 
 
-def raise_one_after_the_other(first, folder):
-    """All ranks raise, one of them before the others, when all have started."""
-    rank = number()
-    (folder / str(rank)).touch()
-    while len(list(folder.iterdir())) < 3:
-        time.sleep(0.01)
-    if rank != first:
-        time.sleep(1)
-    raise PlainError(rank)
-
-
-def raise_two_arguments():
-    if number() == 1:
-        raise TwoArgumentsError("nothing", "something")
-    time.sleep(60)
-
-
-def raise_local_class():
-    class LocalError(Exception):
-        pass
-
-    error = LocalError("with a lock")
-    error.lock = threading.Lock()
-    raise error
-
-
 def end_on(failing, how):
     """One rank ends in another way than by returning."""
     hvd.init()
     hvd.barrier()
     if hvd.rank() == failing:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how.startswith("_exit"):
-            os._exit(int(how.removeprefix("_exit")))
-        sys.exit(int(how.removeprefix("exit")))
+        if how == "_exit":
+            os._exit(0)
+        sys.exit(3)
     hvd.allreduce(np.ones(3), name="x")
 
 
@@ -163,11 +134,7 @@ def numbered(index, folder, word):
     """Write a file for each rank; the result cannot be pickled, but `spawn` drops it."""
     hvd.init()
     total = hvd.allreduce(np.float64([index]), op=hvd.Sum)
-    (folder / str(index)).write_text(f"{hvd.rank()} {hvd.size()} {float(total[0])} {word}")
+    text = f"{hvd.rank()} {hvd.size()} {float(total[0])} {word} {os.environ['A']}"
+    (folder / str(index)).write_text(text)
+    print(word)
     return threading.Lock()
-
-
-def numbered_failure(index):
-    if index == 1:
-        raise PlainError("of process 1")
-    hvd.init()

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from hvdlite.launch.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job of a few ranks takes seconds, and many on a busy machine.
@@ -124,6 +126,14 @@ def survivors(pids: list[int], seconds: float = 5.0) -> list[int]:
     while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def serve_until(server: Server, condition: Callable[[], object]) -> None:
+    """Have a server take messages until a condition holds, which it must do soon."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        server.serve(0.01)
+    assert condition()
 
 
 def _alive(pid: int) -> bool:

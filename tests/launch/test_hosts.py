@@ -10,6 +10,7 @@ from hvdlite.launch.hosts import (
     all_local,
     check_names,
     choose_hosts,
+    on_this_host,
     own_addresses,
     parse_hostfile,
     parse_hosts,
@@ -111,6 +112,15 @@ def test_a_host_that_nobody_knows(tmp_path, monkeypatch):
     ssh.write_text('#!/bin/sh\ncase "$*" in *alias*) exit 0;; esac\necho why >&2; exit 255\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    check_names([Host("localhost", 1), Host("127.0.0.9", 1), Host("alias.invalid", 1)])
+    check_names(["127.0.0.9", "alias.invalid"])
     with pytest.raises(StartError, match=r"^host no.invalid does not answer: why; .*`ssh no.inv"):
-        check_names([Host("alias.invalid", 1), Host("no.invalid", 1)])
+        check_names(["alias.invalid", "no.invalid"])
+
+
+def test_the_hosts_of_batch_jobs():
+    here, there = [Host("localhost", 2)], [Host("localhost", 1), Host("no-such-host", 1)]
+    assert not on_this_host([], {"SLURM_JOB_ID": "7"})
+    assert on_this_host([], {"SLURM_CONF": "/etc/slurm.conf"})
+    for environment in ({}, {"SLURM_JOB_ID": "7"}):
+        assert on_this_host(here, environment)
+        assert not on_this_host(there, environment)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -160,23 +158,3 @@ def test_mpirun_that_cannot_be_started(server):
     with pytest.raises(StartError, match="/no/mpirun: No such file") as caught:
         job.run(missing, server)
     assert caught.value.code == 126
-
-
-def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
-    """Processes that a rank has left running may write into its folder while it is removed."""
-    remove = os.rmdir
-
-    def refuse(path, **options):
-        if Path(path).name == "rank.0":
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        remove(path, **options)
-
-    with Server() as opened:
-        folder = Path(opened.address).parent
-        assert folder.stat().st_mode & 0o077 == 0  # nobody else may connect
-        (folder / "rank.0").mkdir()
-        monkeypatch.setattr(os, "rmdir", refuse)
-    monkeypatch.undo()
-    assert folder.exists()
-    with Server():
-        assert not folder.exists()

@@ -9,11 +9,9 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpirun import MPICH, IntelMPI, OpenMPI, OpenMPI4, detect, find
+from hvdlite.launch.mpirun import MPICH, IntelMPI, OpenMPI, OpenMPI4, detect, exported, find
 
-HERE = 3, [], ["python", "train.py", "-x"]
 HOSTS = [Host("a", 2), Host("b", 2)]
-THERE = 3, HOSTS, ["train"], ["FOO", "PATH"]
 
 BANNERS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://...": ("Open MPI", "5.0.11"),
@@ -33,34 +31,19 @@ def test_detect(banner, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flavour", "here", "there"),
+    ("flavour", "there"),
     [
-        (
-            OpenMPI,
-            "mpirun -np 3 python train.py -x",
-            "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
-        ),
-        (
-            OpenMPI4,
-            "mpirun -np 3 python train.py -x",
-            "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
-        ),
-        (
-            MPICH,
-            "mpirun -np 3 python train.py -x",
-            "mpirun -np 3 -hosts a:2,b:2 -genvall train",
-        ),
-        (
-            IntelMPI,
-            "mpirun -np 3 python train.py -x",
-            "mpirun -genvall -host a -n 2 train : -host b -n 1 train",
-        ),
+        (OpenMPI, "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train"),
+        (OpenMPI4, "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train"),
+        (MPICH, "mpirun -np 3 -hosts a:2,b:2 -genvall train"),
+        (IntelMPI, "mpirun -genvall -host a -n 2 train : -host b -n 1 train"),
     ],
 )
-def test_arguments(flavour, here, there):
+def test_arguments(flavour, there):
     mpirun = flavour("mpirun", "1.0")
-    assert mpirun.arguments(*HERE) == here.split()
-    assert mpirun.arguments(*THERE) == there.split()
+    here = mpirun.arguments(3, [], ["python", "train.py", "-x"])
+    assert here == ["mpirun", "-np", "3", "python", "train.py", "-x"]
+    assert mpirun.arguments(3, HOSTS, ["train"], ["FOO", "PATH"]) == there.split()
 
 
 def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
@@ -161,3 +144,26 @@ def test_detect_an_unknown_one(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(StartError, match="broken --version: "):
         detect(str(broken))
+
+
+def test_exported():
+    environment = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/lib",
+        "HVDLITE_LOG_LEVEL": "debug",
+        "FOO": "a b;c='d'",
+        "EMPTY": "",
+        # Variables of this shell, login or host, or of mpirun:
+        "_": "/bin/env",
+        "PWD": "/",
+        "SHLVL": "1",
+        "HOSTNAME": "here",
+        "SSH_AUTH_SOCK": "/tmp/agent",
+        "OMPI_MCA_btl": "self",
+        "SLURM_NODEID": "0",
+        # Cannot be carried:
+        "BASH_FUNC_module%%": "() { true; }",
+        "TWO_LINES": "a\nb",
+        "with-dash": "1",
+    }
+    assert exported(environment) == ["EMPTY", "FOO", "HVDLITE_LOG_LEVEL", "LD_LIBRARY_PATH", "PATH"]

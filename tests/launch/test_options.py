@@ -9,6 +9,7 @@ import pytest
 
 from hvdlite.launch.cli import main
 from hvdlite.launch.options import parse, variables, without_effect
+from hvdlite.version import __version__
 
 # Each spelling that horovodrun 0.28 has, with a value where it takes one.
 HOROVODRUN = """
@@ -87,7 +88,7 @@ def test_v_is_the_version(flag, capsys):
     with pytest.raises(SystemExit) as ended:
         parse([flag])
     assert ended.value.code == 0
-    assert capsys.readouterr().out
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def test_help_names_every_option(capsys):

@@ -63,7 +63,7 @@ def own_address():
         return probe.getsockname()[0]
 
 
-@pytest.mark.parametrize("option", [(), ("--elastic",)])
+@pytest.mark.parametrize("option", [(), pytest.param(("--elastic",), marks=pytest.mark.slow)])
 def test_a_job_on_one_host_ends_whatever_strangers_send(option, tmp_path):
     script, end = tmp_path / "job.py", tmp_path / "end"
     script.write_text(JOB)

@@ -16,7 +16,7 @@ import pytest
 from hvdlite.launch import rank
 from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
-from tests.launch.launcher import survivors
+from tests.launch.launcher import serve_until, survivors
 
 HOST = os.uname().nodename
 
@@ -52,13 +52,6 @@ def server():
         yield opened
 
 
-def wait_for(server, condition):
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        server.serve(0.01)
-    assert condition()
-
-
 def test_success_is_silent():
     assert result(shim("echo", "a b", "")) == (0, "a b \n", "")
 
@@ -83,9 +76,9 @@ def test_a_real_time_signal_has_a_number_only():
 
 def test_failure_is_reported_then_the_end_is_asked_for(server):
     process = shim(*python("raise SystemExit(3)"), address=server.address)
-    wait_for(server, lambda: server.exited)
+    serve_until(server, lambda: server.exited)
     assert server.exited == (2, 3, f"rank 2 on host {HOST} exited with code 3", b"")
-    wait_for(server, lambda: server.wants_end)
+    serve_until(server, lambda: server.wants_end)
     assert process.poll() is None  # It waits for the launcher to end the job.
     process.terminate()
     assert result(process) == (3, "", "")
@@ -101,7 +94,7 @@ def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     program = tmp_path / "launch/rank.py"  # It gives this process, on a busy machine, more time.
     program.write_text(source.replace("_PASS_ON = 0.3", "_PASS_ON = 1.0"))
     process = shim(*python("raise SystemExit(7)"), address=server.address, program=program)
-    wait_for(server, lambda: server.exited)
+    serve_until(server, lambda: server.exited)
     assert server.exited.text == f"rank 2 on host {HOST} exited with code 7"
     process.send_signal(signal.SIGCONT)  # Open MPI's first sign of an end.
     time.sleep(1.5)
@@ -168,7 +161,7 @@ def test_a_rank_that_began_to_leave_before_is_named_before(server, monkeypatch):
     assert server.failures == {}
     first.stdin.close()
     try:
-        wait_for(server, lambda: len(server.failures) == 3)
+        serve_until(server, lambda: len(server.failures) == 3)
         assert server.exited.text == f"rank 0 on host {HOST} exited with code 3"
         assert {failure.code for failure in server.failures.values()} == {3, 4, 5}
     finally:
@@ -176,18 +169,6 @@ def test_a_rank_that_began_to_leave_before_is_named_before(server, monkeypatch):
             process.terminate()
             process.stdin = None
             process.communicate()
-
-
-def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
-    """Otherwise the process around a rank that failed because of it could be first."""
-    note = tmp_path / f"{protocol.LEAVING}7"
-    note.touch()
-    noted = []
-    monkeypatch.setattr(rank, "_send", lambda *sent: noted.append(note.exists()))
-    monkeypatch.setattr(rank, "_drain", lambda: None)
-    rank._report("a channel", 3, "rank 0 failed", str(tmp_path), under_way=False)
-    assert noted == [True]
-    assert not note.exists()
 
 
 _TELL_SIGNALS = """

@@ -5,12 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
+from hvdlite.launch import cli
+from hvdlite.launch.job import End
 from tests.campaigns import restarts
-from tests.launch.launcher import hvdliterun, running
+from tests.launch.launcher import hvdliterun
 
 HOST = socket.gethostname()
 # Each life appends its number to the file that the first argument names.
@@ -47,56 +48,35 @@ def test_a_job_starts_again_until_it_succeeds(lives):
     ]
 
 
-def test_the_last_failure_is_that_of_the_job(lives):
-    found, result = lives("sys.exit(3 + life)", "--restarts", 1)
-    assert (found, result.returncode) == ([0, 1], 4)
-    assert result.stderr.splitlines() == [
-        f"hvdliterun: rank 1 on host {HOST} exited with code 3; restart 1 of 1",
-        f"hvdliterun: rank 1 on host {HOST} exited with code 4",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("code", "options", "exit_code"),
+    ("codes", "options", "said"),
     [
-        ("sys.exit(2)", ["--restarts", 3], 2),  # argparse's: the command line stays wrong
-        ("sys.exit(127)", ["--restarts", 3], 127),  # a program that does not exist
-        ("sys.exit(1)", ["--restarts", 0], 1),
-        ("sys.exit(1)", [], 1),
-        ("sys.exit(0)", ["--restarts", 3], 0),
+        ([3, 4], "--restarts 1", ["failed with 3; restart 1 of 1", "failed with 4"]),
+        ([2], "--restarts 3", ["failed with 2"]),  # argparse's: the command line stays wrong
+        ([127], "--restarts 3", ["failed with 127"]),  # a program that does not exist
+        ([1], "--restarts 0", ["failed with 1"]),
+        ([1], "", ["failed with 1"]),
+        ([0], "--restarts 3", []),
+        ([1, 130], "--restarts 5", ["failed with 1; restart 1 of 5"]),  # a signal to the launcher
     ],
 )
-def test_a_job_that_does_not_start_again(lives, code, options, exit_code):
-    found, result = lives(code, *options)
-    assert (found, result.returncode) == ([0], exit_code)
-    assert "restart" not in result.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path, number):
-    code = (
-        "import os, sys, time\n"
-        "if os.environ['HVDLITE_RESTART'] == '0': sys.exit(1)\n"
-        f"open({str(tmp_path / 'second')!r}, 'w').close()\n"
-        "time.sleep(60)"
-    )
-    with running("-np", 1, "--restarts", 5, sys.executable, "-c", code) as job:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "second").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (tmp_path / "second").exists()
-        job.send_signal(number)
-        assert job.wait(15) == 128 + number
-        assert job.stderr.read().count("restart 1 of 5") == 1
+def test_which_jobs_start_again(codes, options, said, monkeypatch, capsys):
+    ends = (End(code, f"failed with {code}" if code not in (0, 130) else "") for code in codes)
+    monkeypatch.setattr(cli, "_run", lambda *_: next(ends))
+    assert cli.main(["-np", "1", *options.split(), "true"]) == codes[-1]
+    assert next(ends, None) is None
+    assert capsys.readouterr().err.splitlines() == [f"hvdliterun: {line}" for line in said]
 
 
 def test_output_files_keep_what_earlier_runs_printed(lives, tmp_path):
-    _, result = lives(
-        "print('life', life); life == 0 and sys.exit(1)",
-        *("--restarts", 1, "--output-filename", tmp_path / "logs"),
+    code = "print('life', life); print('err', file=sys.stderr); life == 0 and sys.exit(1)"
+    _, result = lives(code, "--restarts", 1, "--output-filename", tmp_path / "logs")
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == (
+        f"hvdliterun: rank 1 on host {HOST} exited with code 1; restart 1 of 1\n"
     )
-    assert result.returncode == 0
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "life 0\nlife 1\n"
+    assert (tmp_path / "logs" / "rank.1" / "stderr").read_text() == "err\n" * 2
     again = hvdliterun("-np", 1, "--output-filename", tmp_path / "logs", "echo", "new")
     assert again.returncode == 0
     assert (tmp_path / "logs" / "rank.0" / "stdout").read_text() == "new\n"

@@ -1,4 +1,4 @@
-"""`hvdlite.run` with the real mpirun: results, exceptions, output, and that nothing is left."""
+"""`hvdlite.run` and `spawn` with the real mpirun: results, exceptions, output, what is left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,16 @@ def failure(*args, kind=HorovodInternalError, match=None, num_proc=3, **options)
     return caught.value
 
 
-@pytest.mark.parametrize("num_proc", [1, 3])
-def test_results_by_rank(num_proc):
-    results = hvdlite.run(functions.world, (5,), {"word": "x"}, num_proc)
-    total = num_proc * (num_proc - 1) / 2
-    expected = [(rank, num_proc, total, (5,), {"word": "x"}) for rank in range(num_proc)]
-    assert results == expected
+def test_results_by_rank():
+    results = hvdlite.run(functions.world, (5,), {"word": "x"}, 3)
+    assert results == [(rank, 3, 3.0, (5,), {"word": "x"}) for rank in range(3)]
+
+
+def test_the_processes_of_spawn_are_the_ranks_of_one_world(tmp_path, capsys):
+    assert hvdlite.spawn(functions.numbered, 3, (tmp_path, "word"), env={"A": "b"}) is None
+    for index in range(3):
+        assert (tmp_path / str(index)).read_text() == f"{index} 3 3.0 word b"
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{index}] word" for index in range(3)]
 
 
 def test_in_a_process_without_standard_streams(monkeypatch):
@@ -95,11 +100,6 @@ def test_ranks_leave_nothing_open(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_function_that_does_not_use_mpi():
-    assert hvdlite.run(functions.square_of_rank, np=3) == [0, 1, 4]
-    assert hvdlite.run(functions.square_of_rank) == [0]
-
-
 def test_an_exception_is_raised_here():
     error = failure(
         functions.raise_on, (1, functions.PlainError("the", "reason")), kind=functions.PlainError
@@ -120,48 +120,40 @@ def test_a_disagreement_is_raised_here():
     assert isinstance(error.__cause__, RemoteTraceback)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 2])
-def test_the_first_of_several_exceptions(first, tmp_path):
-    error = failure(
-        functions.raise_one_after_the_other, (first, tmp_path), kind=functions.PlainError
-    )
-    assert error.args == (first,)
+def described(error):
+    """An exception as a rank sends it."""
+    return RemoteError.of(error, "raised", True)
 
 
-def test_what_only_tells_of_another_ranks_end_counts_last():
+def test_the_first_exception_counts_and_what_only_tells_of_another_ranks_end_last():
     """A lane raises such an error when it notices that a rank is gone."""
     lost = HorovodInternalError("'x' failed: rank 1 has died")
     lost.__cause__ = RankGoneError("rank 1 has died")
-    sent = [RemoteError.of(error, "raised", True) for error in (lost, KeyError("reason"))]
-    failures = [Failure(rank, 1, "", pickle.dumps(tuple(error))) for rank, error in enumerate(sent)]
+    sent = map(described, (lost, KeyError("reason"), ValueError("later")))
+    failures = [Failure(rank, 1, "", pickle.dumps(tuple(each))) for rank, each in enumerate(sent)]
     assert isinstance(function._first_error(failures), KeyError)
     failures[1] = Failure(1, 1, "rank 1 ended without a result")
     assert str(function._first_error(failures)) == "rank 1 ended without a result"
     assert str(function._first_error(failures[:1])) == str(lost)
 
 
-@pytest.mark.slow
-def test_an_exception_that_cannot_be_unpickled():
-    error = failure(functions.raise_two_arguments, match="rank 1 on host .*TwoArgumentsError")
-    assert "nothing because something" in str(error)
-    assert "raise TwoArgumentsError" in str(error.__cause__)
-
-
-@pytest.mark.slow
-def test_an_exception_that_cannot_be_pickled():
-    failure(functions.raise_local_class, match="rank [012] on host .*LocalError: with a lock")
+def test_an_exception_that_cannot_be_pickled_or_unpickled():
+    with_lock = KeyError("with a lock")
+    with_lock.lock = threading.Lock()
+    cannot = functions.TwoArgumentsError("nothing", "something")
+    for error, words in (with_lock, "KeyError: 'with a lock'"), (cannot, "nothing because someth"):
+        found = described(error).error(1)
+        assert isinstance(found, HorovodInternalError)
+        assert re.search(f"rank 1 on host {HOST} raised: .*{words}", str(found))
+        assert type(error).__name__ in str(found.__cause__)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("kill", f"rank 1 on host {HOST} was killed by signal 9 .SIGKILL. before its function had"),
-        ("_exit3", f"rank 1 on host {HOST} exited with code 3 before"),
-        ("_exit0", "rank 1 ended without a result"),
-        ("exit0", "rank 1 on host .* left by sys.exit.. instead of returning"),
-        ("exit3", "rank 1 on host .* left by sys.exit.. .*SystemExit: 3"),
+        ("_exit", "rank 1 ended without a result"),
+        ("exit", "rank 1 on host .* left by sys.exit.. .*SystemExit: 3"),
     ],
 )
 def test_a_rank_that_does_not_return(how, words):
@@ -201,6 +193,10 @@ def test_bad_arguments(tmp_path):
     refused("argument 'ssh_prot'; did you mean ssh_port", TypeError, ssh_prot=22)
     refused("argument 'elastic'", TypeError, elastic=True)
     refused("--ssh-port: found 'x', expected a number from 1 on", ssh_port="x")
+    with pytest.raises(ValueError, match="num_proc: found 0"):
+        hvdlite.spawn(print, 0)
+    with pytest.raises(TypeError, match="the function to run"):
+        hvdlite.spawn("train", 2)
 
 
 def test_options_of_the_launcher(tmp_path, capsys):
@@ -278,7 +274,8 @@ def test_output_comes_in_whole_lines(capsys):
 
 def test_the_last_words_of_a_rank_that_is_killed(capsys):
     code = "import os, sys; os.write(2, b'y' * 200_000 + b'the end'); os.kill(os.getpid(), 9)"
-    failure(exec, (code,), match="SIGKILL", num_proc=1)
+    words = f"rank 0 on host {HOST} was killed by signal 9 .SIGKILL. before its function had"
+    failure(exec, (code,), match=words, num_proc=1)
     err = capsys.readouterr().err
     assert err.count("y") == 200_000
     assert err.endswith("the end\n")
@@ -347,13 +344,8 @@ def test_over_tcp_as_from_another_host(monkeypatch):
 
 
 def test_from_another_thread_than_the_main_one():
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.extend(hvdlite.run(functions.square_of_rank, num_proc=2))
-    )
-    thread.start()
-    thread.join()
-    assert results == [0, 1]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(hvdlite.run, functions.square_of_rank, num_proc=2).result() == [0, 1]
 
 
 # As a notebook has it: no guard, functions and classes of __main__, nothing to import.
@@ -389,13 +381,12 @@ except OwnError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["file", "stdin", "code"])
+@pytest.mark.parametrize("how", ["file", "stdin"])
 def test_a_script_is_not_run_again(how, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(_SCRIPT)
-    arguments = {"file": [path], "stdin": ["-"], "code": ["-c", _SCRIPT]}[how]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, path if how == "file" else "-"],
         input=_SCRIPT if how == "stdin" else "",
         env=launcher.environment({"PYTHONPATH": str(launcher.ROOT)}),
         cwd=tmp_path,

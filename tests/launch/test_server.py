@@ -14,6 +14,7 @@ import pytest
 from hvdlite.launch import server as server_module
 from hvdlite.launch.server import Failure, Server
 from hvdlite.observe import protocol
+from tests.launch.launcher import serve_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,13 +47,6 @@ def stranger(server):
         connection.close()
         raise
     return connection
-
-
-def serve_until(server, condition):
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        server.serve(0.01)
-    assert condition()
 
 
 def assert_served(server, rank=1):

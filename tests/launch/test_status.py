@@ -152,15 +152,6 @@ def test_a_rank_that_has_not_written_its_process_yet(tmp_path):
     assert status.report(str(tmp_path)).startswith("no rank on this host has called hvd.init() yet")
 
 
-def test_before_the_ranks_have_begun():
-    code = "print('here', flush=True); import time; time.sleep(60)"
-    with running("-np", "1", sys.executable, "-c", code) as process:
-        assert process.stdout.readline() == "here\n"
-        process.send_signal(signal.SIGUSR2)
-        line = process.stderr.readline()
-        assert line.startswith("hvdliterun: no rank on this host has called hvd.init() yet")
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_without_hvdliterun(own):
     """The report goes to standard error; a handler of the program is left alone."""
