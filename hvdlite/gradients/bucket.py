@@ -34,7 +34,7 @@ class GradientBucket(Operation):
     It is submitted once in every step. Its payload says which gradients this rank has.
 
     Args:
-        arrays: the send and the result array.
+        arrays: the send and the result array; without them on a rank that has joined.
         strategy: how the bucket travels.
 
     Attributes:
@@ -66,7 +66,7 @@ class GradientBucket(Operation):
         Operation.__init__(self, name, signature)
         self.arrays = arrays
         self.strategy = strategy
-        self.nbytes = arrays.send.nbytes
+        self.nbytes = sum(parameter.nbytes for parameter in arrays.parameters)
         self._size = len(arrays.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self._state_before: Any = None
@@ -100,27 +100,22 @@ class GradientBucket(Operation):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"{self.name!r} (gradients of {', '.join(names[:2])}{more})"
 
-    def _check_new(self, position: int) -> None:
-        """Refuse a second gradient of a parameter in one step."""
-        if self._kinds_here[position]:
-            name = self.arrays.parameters[position].name
-            raise ValueError(
-                f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
-            )
+    def mark(self, start: int = 0, stop: int | None = None, kind: int = DENSE) -> None:
+        """Record that all gradients have arrived, or those of a range of positions.
 
-    def mark(self, position: int, kind: int = DENSE) -> None:
-        """Record that a gradient has arrived."""
-        self._check_new(position)
-        self._kinds_here[position] = kind
-        self.awaited -= 1
-
-    def mark_dense(self, start: int = 0, stop: int | None = None) -> None:
-        """Record that all gradients have arrived, or those of a range of positions."""
+        Raises:
+            ValueError: one of them has arrived before in this step.
+        """
         stop = self._size if stop is None else stop
         if self.awaited < self._size:
             for position in range(start, stop):
-                self._check_new(position)
-        self._kinds_here[start:stop] = self._all_dense[start:stop]
+                if self._kinds_here[position]:
+                    name = self.arrays.parameters[position].name
+                    raise ValueError(
+                        f"the gradient of {name!r} was marked twice in one step; end the step by "
+                        "finish()"
+                    )
+        self._kinds_here[start:stop] = bytes([kind]) * (stop - start)
         self.awaited -= stop - start
 
     def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
@@ -225,6 +220,10 @@ class GradientBucket(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Exchange the bucket, unless no rank has a dense gradient in it."""
+        if self.arrays.send is None:  # on a rank that has joined
+            # In the same kind of memory as the others' gradients.
+            self.arrays = Bucket(self.arrays.parameters, self.arrays.reduction, transport.empty)
+            self.arrays.send[...] = 0
         found = self.receive_metadata(payloads, transport)
         if not self.nbytes or found.is_empty:
             return None
@@ -245,36 +244,21 @@ class GradientBucket(Operation):
 
     def stand_in(self) -> Callable[[], Operation]:
         described = self.strategy, self.arrays.parameters, self.arrays.reduction
-        return partial(EmptyBucket, self.name, self.signature, *described, self.checks_finite)
+        return partial(_stand_in, self.name, self.signature, *described, self.checks_finite)
 
 
-class EmptyBucket(Operation):
-    """The exchange of a bucket on a rank that has joined."""
-
-    def __init__(
-        self,
-        name: str,
-        signature: Signature,
-        strategy: Strategy,
-        parameters: Sequence[Parameter],
-        reduction: Reduction,
-        checks_finite: bool,
-    ) -> None:
-        super().__init__(name, signature)
-        self._strategy = strategy
-        self._parameters = parameters
-        self._reduction = reduction
-        self._checks_finite = checks_finite
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange zeros, unless no rank has a dense gradient in the bucket."""
-        # Now and not earlier: zeros must lie in the same kind of memory as the others' gradients.
-        arrays = Bucket(self._parameters, self._reduction, transport.empty)
-        arrays.send[...] = 0
-        bucket = GradientBucket(self.name, self.signature, arrays, self._strategy)
-        bucket.lane = self.lane
-        bucket.checks_finite = self._checks_finite
-        bucket.execute(transport, payloads)
+def _stand_in(
+    name: str,
+    signature: Signature,
+    strategy: Strategy,
+    parameters: Sequence[Parameter],
+    reduction: Reduction,
+    checks_finite: bool,
+) -> GradientBucket:
+    """Make the exchange of a bucket on a rank that has joined."""
+    bucket = GradientBucket(name, signature, Bucket(parameters, reduction, None), strategy)
+    bucket.checks_finite = checks_finite
+    return bucket
 
 
 class Comparison(Operation):

@@ -318,7 +318,7 @@ class GradientBuckets:
                 f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
                 f"expected {describe(arrays.send_slot(first))}, as the parameter is"
             )
-        bucket.mark_dense(first, end)
+        bucket.mark(first, end)
         bucket.order_writes()
         flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
         zero_copy = slice(0, 0)
