@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
+from hvdlite.errors import GradientError
 from tests.simulation import Simulation, on_all_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -44,22 +46,34 @@ class Ranks:
             absent: names of those that no rank has, and that are zeros.
         """
 
-        def on_rank(rank: int) -> list[Any]:
-            own = gradients[rank]
-            parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
-            together: dict[Any, list[Parameter]] = {}
-            for parameter in parameters:
-                together.setdefault(self.strategy.choose(parameter), []).append(parameter)
-            found: dict[str, Any] = {}
-            for strategy, members in together.items():
-                found.update(self._exchange(rank, strategy, members, own, absent))
-            return [found[name] for name in own]
-
-        results = on_all_ranks(on_rank, range(self.size))
+        results = on_all_ranks(
+            lambda rank: self._step(rank, gradients[rank], absent), range(self.size)
+        )
         for other in results[1:]:
             for first, second in zip(results[0], other, strict=True):
                 assert first.tobytes() == second.tobytes(), "ranks have different results"
         return dict(zip(gradients[0], results[0], strict=True))
+
+    def refusals(self, gradients: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the message with which each rank refuses gradients."""
+
+        def on_rank(rank: int) -> str:
+            with pytest.raises(GradientError) as caught:
+                self._step(rank, gradients[rank])
+            return str(caught.value)
+
+        return on_all_ranks(on_rank, range(self.size))
+
+    def _step(self, rank: int, own: Mapping[str, Any], absent: Sequence[str] = ()) -> list[Any]:
+        """Exchange the gradients of one rank, bucket by bucket."""
+        parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
+        together: dict[Any, list[Parameter]] = {}
+        for parameter in parameters:
+            together.setdefault(self.strategy.choose(parameter), []).append(parameter)
+        found: dict[str, Any] = {}
+        for strategy, members in together.items():
+            found.update(self._exchange(rank, strategy, members, own, absent))
+        return [found[name] for name in own]
 
     def _exchange(
         self,

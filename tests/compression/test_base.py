@@ -78,12 +78,6 @@ def test_what_is_out_of_range_becomes_infinite_and_nan_stays():
     np.testing.assert_array_equal(found, [np.inf, -np.inf, np.nan, 1.0])
 
 
-@pytest.mark.parametrize("strategy", [Compression.none, Compression.fp16], ids=repr)
-def test_an_empty_bucket(strategy):
-    arrays = [np.zeros((0, 3), np.float32)] * 2
-    assert exchange(strategy, arrays, Reduction()).shape == (0, 3)
-
-
 def test_a_class_of_the_users_own_gets_the_type_that_there_is():
     """16-bit floats are widened; 16-bit integers are not, since floats have no room for them."""
     seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import tracemalloc
 from dataclasses import fields
@@ -10,7 +11,18 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
+from hvdlite.base.reduction import Adasum
+from hvdlite.compression import (
+    DENSE,
+    Bucket,
+    ByParameter,
+    Compression,
+    Parameter,
+    Reduction,
+    StrategyState,
+    exchange_bucket,
+)
+from hvdlite.compression.sparse import Sparse
 from hvdlite.errors import GradientError
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import Ranks, gradients_of
@@ -51,6 +63,106 @@ def test_steps_after_a_checkpoint_have_the_same_bits(strategy):
             )
             ranks.states[rank] = StrategyState()
             ranks.states[rank].load_state_dict(saved)
+
+
+@every_strategy
+def test_integers_travel_as_they_are_and_adasum_is_for_what_is_linear(strategy):
+    assert strategy.choose(Parameter("steps", (3,), np.dtype(np.int64))) is DENSE
+    combines = strategy in (Compression.none, Compression.fp16, Compression.bf16)
+    assert (Adasum in strategy.ops) == (combines or isinstance(strategy, ByParameter))
+
+
+@every_strategy
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_elements_and_zeros(strategy, size):
+    given = {"a": np.zeros((0, 3)), "b": np.zeros(37), "c": np.full((20, 30), -0.0)}
+    for name, result in Ranks(size, strategy).step([given] * size).items():
+        assert result.shape == given[name].shape
+        assert not result.any()
+
+
+def states_of(ranks):
+    """Return all that strategies remember: arrays by rank, parameter and key."""
+    return {
+        (rank, name, key): array
+        for rank, state in enumerate(ranks.states)
+        for name, entry in state.state_dict().items()
+        for key, array in entry.items()
+    }
+
+
+def check_unchanged(ranks, before):
+    after = states_of(ranks)
+    assert after.keys() == before.keys()
+    for key, array in before.items():
+        np.testing.assert_array_equal(after[key], array, str(key))
+
+
+@every_stateful
+def test_what_no_rank_has_a_gradient_of_stays_as_it_is(strategy):
+    ranks, shapes = Ranks(2, strategy), {"a": (40, 30), "c": (20, 30)}
+    for step in range(3):
+        ranks.step(gradients_of(2, shapes, step))
+    before, gradients = states_of(ranks), gradients_of(2, shapes, 3)
+    for own in gradients:
+        own["c"][...] = 0
+    ranks.step(gradients, absent=["c"])
+    for key, array in states_of(ranks).items():
+        if key[1:] != ("c", "exchanges") and key[1] == "c":
+            np.testing.assert_array_equal(array, before[key])
+
+
+def sends(strategy, bad):
+    """Return whether a value that is not finite is sent, and not refused."""
+    while hasattr(strategy, "inner"):
+        strategy = strategy.inner
+    return strategy.takes_weights or (isinstance(strategy, Sparse) and np.isinf(bad))
+
+
+@every_strategy
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_cannot_be_sent_is_refused_by_name_on_all_ranks(strategy, size, bad):
+    """A value that is sent is in the result (`test_what_is_not_finite_is_not_remembered`)."""
+    ranks, shapes = Ranks(size, strategy), {"a": (40, 30), "layer.weight": (20, 30)}
+    for step in range(2):
+        ranks.step(gradients_of(size, shapes, step))
+    before, worse = states_of(ranks), gradients_of(size, shapes, 2)
+    worse[-1]["layer.weight"][1, 2] = bad
+    if sends(strategy, bad):
+        return
+    where = f"on rank {size - 1}, and the compression cannot send that; lower the learning rate"
+    for rank, message in enumerate(ranks.refusals(worse)):
+        assert message.startswith(
+            f"rank {rank}: the gradient of 'layer.weight' is not finite {where}"
+        )
+    # All ranks have come equally far, with their state unchanged.
+    assert len({*map(tuple, ranks.simulation.calls)}) == 1
+    check_unchanged(ranks, before)
+    ranks.step(gradients_of(size, shapes, 2))
+
+
+@every_stateful
+def test_nothing_changes_wherever_communication_fails(strategy):
+    ranks, shapes = Ranks(2, strategy), {"a": (40, 30)}
+    for step in range(3):
+        ranks.step(gradients_of(2, shapes, step))
+    before, meet = states_of(ranks), ranks.simulation.meet
+    for fails_at in itertools.count():
+        left = [fails_at] * 2
+
+        def fail(rank, *given, left=left):
+            if not left[rank]:
+                raise ConnectionError("gone")
+            left[rank] -= 1
+            return meet(rank, *given)
+
+        ranks.simulation.meet = fail
+        with contextlib.suppress(ConnectionError):
+            ranks.step(gradients_of(2, shapes, 3))
+            break
+        check_unchanged(ranks, before)
+    assert fails_at
 
 
 @every_stateful

@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.base.reduction import Adasum, Average, Sum
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import (
-    DENSE,
     QSGD,
     Blockwise8,
     Bucket,
@@ -25,10 +24,8 @@ from hvdlite.compression import (
     TwoBit,
     check_op,
 )
-from hvdlite.errors import GradientError
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
-from tests.simulation import Simulation, on_all_ranks
 
 LINEAR = [
     Float8(8),
@@ -86,57 +83,6 @@ def test_results_have_the_dtype_and_are_alike_and_near(strategy, size, dtype):
         assert result.dtype == gradients[0][name].dtype
         bound = sum(np.linalg.norm(part) for part in parts) + 1  # of the results
         assert (np.abs(result.astype(np.float64)) <= 2 * bound).all()
-
-
-@every_linear
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 2**15 + 3])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_unsent_is_the_difference_to_what_is_sent(strategy, count, dtype):
-    """It is, whatever the random numbers, and even if gradients are in the result's memory."""
-    array = normal(count, dtype)
-    bucket = bucket_of(array, unsent=True)
-    strategy.exchange(bucket, Loopback())
-    np.testing.assert_array_equal(bucket.unsent, array - bucket.result)
-    again = bucket_of(array, unsent=True)
-    again.result = again.send
-    strategy.exchange(again, Loopback())
-    assert again.result.tobytes() == bucket.result.tobytes()
-    assert again.unsent.tobytes() == bucket.unsent.tobytes()
-
-
-@every_strategy
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_bucket_without_elements(strategy, size):
-    ranks = Ranks(size, strategy)
-    results = ranks.step([{"a": np.zeros((0, 3), np.float32)}] * size)
-    assert results["a"].shape == (0, 3)
-
-
-@every_strategy
-@pytest.mark.parametrize("size", SIZES)
-def test_zeros_stay_zeros(strategy, size):
-    zeros = [{"a": np.zeros(37, np.float32), "b": np.full(1, -0.0, np.float32)}] * size
-    for result in Ranks(size, strategy).step(zeros).values():
-        assert not result.any()
-
-
-@every_strategy
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_all_ranks_refuse_what_one_cannot_send(strategy, bad):
-    arrays = [normal(9), normal(9)]
-    arrays[1][4] = bad
-    simulation = Simulation(2)
-
-    def on_rank(rank):
-        bucket = bucket_of(arrays[rank], unsent=strategy.tells_unsent, name="layer.weight")
-        with pytest.raises(GradientError) as info:
-            strategy.exchange(bucket, simulation.transports[rank])
-        assert bucket.unsent is None or np.isnan(bucket.unsent).all(), "residuals were changed"
-        return str(info.value)
-
-    for rank, message in enumerate(on_all_ranks(on_rank, range(2))):
-        assert message.startswith(f"rank {rank}: the gradient of 'layer.weight' is not finite on ")
-        assert "on rank 1, " in message
 
 
 @every_strategy
@@ -249,18 +195,6 @@ def test_the_bytes_do_not_depend_on_the_values(strategy):
 )
 def test_bytes_of_65536_values(strategy, nbytes):
     assert len(coded(strategy, normal(2**16))) == nbytes
-
-
-@every_strategy
-def test_integers_travel_as_they_are(strategy):
-    assert strategy.choose(Parameter("steps", (3,), np.dtype(np.int64))) is DENSE
-    assert strategy.choose(Parameter("w", (3,), np.dtype(np.float64))) is strategy
-
-
-@every_strategy
-def test_no_adasum(strategy):
-    with pytest.raises(ValueError, match=r"does not compute hvd\.Adasum"):
-        check_op(strategy, Adasum)
 
 
 def test_a_vote_is_no_sum():

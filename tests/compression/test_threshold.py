@@ -5,8 +5,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.base.reduction import Average, Sum
-from hvdlite.compression import Bucket, Compression, Parameter, Reduction, Threshold
-from hvdlite.errors import GradientError
+from hvdlite.compression import Compression, Reduction, Threshold
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
 from tests.harness import ranks
@@ -56,19 +55,6 @@ def test_messages_of_different_lengths_between_processes():
     )
     expected = sum(np.where(np.abs(row) >= 3, row, 0) for row in rows)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_what_is_not_a_number_is_refused_by_name_on_all_ranks():
-    errors = Buckets([np.array([np.nan, 1, 1]), np.ones(3)]).errors(Threshold(0.5))
-    for error in errors:
-        assert isinstance(error, GradientError)
-        assert "the gradient of 'first' is not finite on rank 0" in str(error)
-
-
-def test_an_empty_bucket():
-    bucket = Bucket([Parameter("a", (0,), np.dtype(np.float32))], Reduction())
-    Threshold(1).exchange(bucket, Buckets([np.ones(1)]).simulation.transports[0])
-    assert bucket.result.size == 0
 
 
 def test_settings():

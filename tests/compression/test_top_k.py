@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Average, Sum
-from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, TopK
-from hvdlite.errors import GradientError
+from hvdlite.compression import Compression, Reduction, TopK
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import (
     DTYPES,
@@ -54,16 +53,6 @@ def test_the_sum_of_the_greatest(size, dtype, op, strategy, counts):
         check_result(found, sent, size if op is Average else 1, dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_not_sent_is_told(dtype):
-    rows = [np.array([3, -4, 0.5, 2], dtype), np.array([1, 1, -1, 1], dtype)]
-    buckets = Buckets(rows, Reduction(Sum))
-    assert buckets.exchange(TopK(count=2)).tolist() == [4, -3, 0, 0]
-    unsent = [bucket.unsent.tolist() for bucket in buckets.buckets]
-    assert unsent == [[0, 0, 0.5, 2], [0, 0, -1, 1]]
-    assert [bucket.send.tolist() for bucket in buckets.buckets] == [row.tolist() for row in rows]
-
-
 @pytest.mark.parametrize(("dtype", "entry"), [(np.float32, 8), (np.float64, 12)])
 def test_bytes(dtype, entry):
     rows = [np.arange(-500, 501).astype(dtype)] * 3
@@ -75,30 +64,6 @@ def test_infinities_are_sent_and_leave_nothing_behind():
     buckets = Buckets(rows, Reduction(Sum))
     np.testing.assert_array_equal(buckets.exchange(TopK(count=2)), [0, NAN, 3, INF])
     assert [bucket.unsent.tolist() for bucket in buckets.buckets] == [[1, 0, 2, 0], [1, 0, 0, 2]]
-
-
-@pytest.mark.parametrize("strategy", [TopK(count=2), TopK(0.5, per="tensor")], ids=str)
-def test_what_is_not_a_number_is_refused_by_name_on_all_ranks(strategy):
-    buckets = Buckets([np.array([1, 2, 3.0]), np.array([1, 2, NAN]), np.array([1, INF, 3])])
-    errors = buckets.errors(strategy)
-    assert [type(error) for error in errors] == [GradientError] * 3
-    for rank, error in enumerate(errors):
-        assert f"rank {rank}: the gradient of 'second' is not finite on rank 1" in str(error)
-    for bucket in buckets.buckets:
-        assert np.isnan(bucket.unsent).all(), "written although the exchange has failed"
-
-
-def test_a_refusal_leaves_residuals_as_they_were():
-    ranks = Ranks(2, ErrorFeedback(TopK(0.1)))
-    ranks.step(gradients_of(2, SHAPES))
-    before = {name: ranks.residual(name) for name in SHAPES}
-    bad = gradients_of(2, SHAPES, 1)
-    bad[1]["c"][5] = NAN
-    with pytest.raises(GradientError, match="'c' is not finite on rank 1"):
-        ranks.step(bad)
-    for name, residual in before.items():
-        np.testing.assert_array_equal(ranks.residual(name), residual)
-    ranks.step(gradients_of(2, SHAPES, 2))
 
 
 def test_of_each_tensor_what_no_rank_has_is_not_sent():
@@ -116,17 +81,6 @@ def test_of_each_tensor_what_no_rank_has_is_not_sent():
     ranks.step(gradients, absent=["c"])
     others = sum(math.ceil(each.size / 10) for name, each in gradients[0].items() if name != "c")
     assert lengths == [8 * others] * 2
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("strategy", [TopK(), TopK(count=3, per="tensor")], ids=str)
-def test_an_empty_bucket(size, strategy):
-    found = Ranks(size, strategy).step([{"a": np.zeros((0, 3), np.float32)}] * size)
-    assert found["a"].shape == (0, 3)
-
-
-def test_what_is_no_float_goes_as_it_is():
-    assert TopK().choose(Parameter("a", (3,), np.dtype(np.int64))) is DENSE
 
 
 def test_settings():

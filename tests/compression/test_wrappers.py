@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.base.reduction import Adasum, Average
+from hvdlite.base.reduction import Adasum
 from hvdlite.compression import (
     DENSE,
     ByParameter,
@@ -13,10 +13,8 @@ from hvdlite.compression import (
     Compression,
     ErrorFeedback,
     Parameter,
-    Reduction,
     Strategy,
     WarmUp,
-    check_op,
 )
 from tests.compression.ranks import Ranks, gradients_of
 
@@ -74,26 +72,6 @@ class TestErrorFeedback:
         assert fed_back.choose(parameter(3, dtype=np.int64)) is DENSE
         assert fed_back.choose(parameter(3, dtype=np.float16)) is DENSE
         assert fed_back.choose(parameter(3)) is fed_back
-
-    def test_where_the_exchange_fails_the_residual_stays(self):
-        class Failing(Cast):
-            def exchange(self, bucket, transport):
-                if bucket.count == 1:
-                    bucket.result[...] = 77
-                    raise ConnectionError("gone")
-                super().exchange(bucket, transport)
-
-        ranks = Ranks(1, ErrorFeedback(Failing("bf16")))
-        ranks.step(gradients_of(1, {"a": (9,)}))
-        before = ranks.residual("a")
-        assert before.any()
-        with pytest.raises(ConnectionError):
-            ranks.step(gradients_of(1, {"a": (9,)}, 1))
-        np.testing.assert_array_equal(ranks.residual("a"), before)
-
-    def test_no_adasum(self):
-        with pytest.raises(ValueError, match=r"does not compute hvd\.Adasum"):
-            check_op(ErrorFeedback(Compression.fp16), Adasum)
 
 
 class TestWarmUp:
@@ -161,11 +139,3 @@ class TestByParameter:
             chooser.choose(parameter(3, 3))
         with pytest.raises(ValueError, match="among is empty"):
             ByParameter(self.rule, [])
-
-
-def test_16_bit_gradients_are_computed_with_in_float32():
-    """Their own type would lose the residual."""
-    ranks = Ranks(2, WarmUp(Cast("bf16"), 0), Reduction(Average))
-    values = gradients_of(2, {"a": (20,)}, dtype=np.float16)
-    found = ranks.step(values)["a"]
-    assert found.dtype == np.float16
