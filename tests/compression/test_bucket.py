@@ -31,11 +31,6 @@ class TestReduction:
         assert after.apply(np.array([8.0])) == [2.0]
         assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
 
-    def test_a_sum_does_not(self):
-        reduction = Reduction(Sum)
-        for scaling in (*reduction.scalings(FLOAT, 4), reduction.combined(4)):
-            assert scaling.is_identity
-
     def test_predivision_moves_a_part_of_the_division_forward(self):
         reduction = Reduction(Average, predivide=2.0)
         before, after = reduction.scalings(FLOAT, 4)

@@ -6,9 +6,7 @@ import pytest
 from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import (
     Bucket,
-    Compression,
     DeepGradientCompression,
-    ErrorFeedback,
     Parameter,
     Reduction,
     exchange_bucket,
@@ -139,26 +137,3 @@ def test_clipping_where_squares_are_out_of_range(value, dtype, clip):
     gradient = np.array([0.75, -1.0], dtype) * np.array(value, dtype)
     found = Ranks(1, DeepGradientCompression(1.0, clip_norm=clip)).step([{"a": gradient}])["a"]
     np.testing.assert_allclose(found, [0.6 * clip, -0.8 * clip], 1e-6)
-
-
-def test_error_feedback_is_refused():
-    with pytest.raises(ValueError, match="use it alone"):
-        ErrorFeedback(DeepGradientCompression())
-
-
-def test_settings():
-    assert Compression.DeepGradientCompression() == DeepGradientCompression(0.001)
-    for settings, message in (
-        ({"ratio": 0}, "ratio=0 is not"),
-        ({"ratio": 1.1}, "ratio=1.1 is not"),
-        ({"warm_up_ratio": 0}, "warm_up_ratio=0 is not"),
-        ({"momentum": 1}, "momentum=1 is not"),
-        ({"momentum": -0.1}, "momentum=-0.1 is not"),
-        ({"clip_norm": 0}, "clip_norm=0 is not a number above 0"),
-        ({"clip_norm": float("nan")}, "clip_norm=nan is not"),
-        ({"warm_up_steps": -1}, "warm_up_steps=-1 is not an integer of 0 or more"),
-        ({"ratio": 0.5, "warm_up_steps": 1}, "warm_up_ratio=0.25 is below ratio=0.5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DeepGradientCompression(**settings)
-    assert DeepGradientCompression(0.5).warm_up_steps == 0

@@ -81,6 +81,54 @@ def test_no_elements_and_zeros(strategy, size):
         assert not result.any()
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("Cast", {"kind": "fp8"}, "kind='fp8' is not one of 'fp16', 'bf16'"),
+        ("Cast", {"kind": "fp16", "scale": -1.0}, "scale=-1.0 is neither a number from"),
+        ("Cast", {"kind": "fp16", "scale": "much"}, "scale='much' is neither a number from"),
+        ("Float8", {"block": 2**16 + 1}, "block=65537 is not an integer from 1 to 65536"),
+        ("Blockwise8", {"block": 0}, "block=0 is not an integer from 1"),
+        ("QSGD", {"levels": 128}, "levels=128 is not an integer from 1 to 127"),
+        ("QSGD", {"block": 0}, "block=0 is not an integer from 1"),
+        ("QSGD", {"seed": -1}, "seed=-1 is not an integer of 0 or more"),
+        ("Natural", {"seed": None}, "seed=None is not an integer"),
+        ("Sign", {"per": "layer"}, "per='layer' is not one of 'tensor', 'bucket'"),
+        ("TernGrad", {"per": "all"}, "per='all' is not one of 'tensor', 'bucket'"),
+        ("TernGrad", {"clip": 0}, "clip=0 is not a number above 0"),
+        ("TernGrad", {"seed": 0.5}, "seed=0.5 is not an integer"),
+        ("TwoBit", {"threshold": 0}, "threshold=0 is not a number above 0"),
+        ("MajorityVote", {"scale": -1.0}, "scale=-1.0 is not a number above 0"),
+        ("TopK", {"ratio": 1.5}, "ratio=1.5 is not a number above 0 and at most 1"),
+        ("TopK", {"count": 0}, "count=0 is not an integer of 1 or more"),
+        ("TopK", {"ratio": 0.1, "count": 3}, "give one of them"),
+        ("TopK", {"per": "layer"}, "per='layer' is not one of 'bucket', 'tensor'"),
+        ("Threshold", {"value": 0}, "value=0 is not a number above 0"),
+        ("RandomK", {"ratio": 0}, "ratio=0 is not"),
+        ("RandomK", {"seed": -1}, "seed=-1 is not"),
+        ("DeepGradientCompression", {"ratio": 0}, "ratio=0 is not"),
+        ("DeepGradientCompression", {"warm_up_ratio": 0}, "warm_up_ratio=0 is not"),
+        ("DeepGradientCompression", {"momentum": 1}, "momentum=1 is not"),
+        ("DeepGradientCompression", {"clip_norm": 0}, "clip_norm=0 is not a number above 0"),
+        ("DeepGradientCompression", {"warm_up_steps": -1}, "warm_up_steps=-1 is not an integer"),
+        (
+            "DeepGradientCompression",
+            {"ratio": 0.5, "warm_up_steps": 1},
+            "warm_up_ratio=0.25 is below ratio=0.5",
+        ),
+        ("PowerSGD", {"rank": 0}, "rank=0 is not an integer of 1 or more"),
+        ("PowerSGD", {"min_compression": 0}, "min_compression=0 is not a number above 0"),
+        ("PowerSGD", {"seed": -1}, "seed=-1 is not an integer of 0 or more"),
+        ("WarmUp", {"inner": DENSE, "steps": 2.5}, "steps=2.5 is not an integer of 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range(name, settings, message):
+    """One value of each: `tests/base/test_arguments.py` has all that is out of a range."""
+    with pytest.raises(ValueError, match=message):
+        getattr(Compression, name)(**settings)
+
+
 def states_of(ranks):
     """Return all that strategies remember: arrays by rank, parameter and key."""
     return {

@@ -17,7 +17,6 @@ from hvdlite.compression import (
     ErrorFeedback,
     Parameter,
     Reduction,
-    WarmUp,
 )
 from hvdlite.compression.low_rank import multiply, orthonormal
 from hvdlite.compression.state import BucketState
@@ -278,16 +277,6 @@ def test_a_state_of_another_rank_is_no_start():
     assert later.states[0].state_dict()["a"]["q"].shape == (31, 2)
 
 
-def test_after_dense_steps():
-    ranks = Ranks(2, ErrorFeedback(WarmUp(PowerSGD(2), 2)))
-    found = []
-    for step in range(3):
-        gradients = gradients_of(2, SHAPES, step, np.float64)
-        result = matrix(ranks.step(gradients)["a"])
-        found.append(int(np.linalg.matrix_rank(result)))
-    assert found == [12, 12, 2]
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(700, 400), (9, 2**17 + 5), (1, 1), (3, 2)])
 def test_factors_are_multiplied_in_one_order(shape, dtype):
@@ -377,25 +366,3 @@ def test_memory_is_for_factors_and_a_piece():
     finally:
         tracemalloc.stop()
     assert peak < 0.2 * bucket.send.nbytes
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"rank": 0}, "rank=0 is not an integer of 1 or more"),
-        ({"rank": 1.5}, "rank=1.5 is not an integer"),
-        ({"min_compression": 0}, "min_compression=0 is not a number above 0"),
-        ({"min_compression": float("nan")}, "min_compression=nan"),
-        ({"min_compression": float("inf")}, "min_compression=inf"),
-        ({"seed": -1}, "seed=-1 is not an integer of 0 or more"),
-    ],
-)
-def test_settings_are_checked(settings, words):
-    with pytest.raises(ValueError, match=words):
-        PowerSGD(**settings)
-
-
-def test_a_name_has_all_settings():
-    assert PowerSGD().name == "PowerSGD()"
-    assert PowerSGD(2, seed=1).name == "PowerSGD(rank=2, seed=1)"
-    assert PowerSGD(4, seed=1) != PowerSGD(4)

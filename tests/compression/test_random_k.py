@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Average, Sum
-from hvdlite.compression import Compression, ErrorFeedback, RandomK, Reduction
+from hvdlite.compression import RandomK, Reduction
 from hvdlite.errors import MismatchError
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
@@ -86,12 +86,6 @@ def test_unbiased(op):
     np.testing.assert_allclose(found[chosen], expected, 1e-12)
 
 
-def test_error_feedback_is_for_what_is_not_scaled():
-    assert ErrorFeedback(RandomK()).stateful
-    with pytest.raises(ValueError, match="does not tell what it leaves out"):
-        ErrorFeedback(RandomK(unbiased=True))
-
-
 def test_a_rank_without_state_draws_with_the_others():
     buckets = Buckets([np.arange(1.0, 201.0), np.zeros(200)])
     buckets.buckets[0].state.count = 7  # the other one has joined
@@ -121,15 +115,3 @@ def test_no_index_travels():
         )
     assert buckets.count_bytes(RandomK(0.01)) == [40, 40]  # slices of the allreduce
     assert sizes == [80, 80]
-
-
-def test_settings():
-    assert Compression.RandomK(0.1).name == "RandomK(ratio=0.1)"
-    for settings, message in (
-        ({"ratio": 0}, "ratio=0 is not"),
-        ({"ratio": 2}, "ratio=2 is not"),
-        ({"seed": -1}, "seed=-1 is not"),
-        ({"seed": 0.5}, "seed=0.5 is not"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            RandomK(**settings)

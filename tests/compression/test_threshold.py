@@ -5,7 +5,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.base.reduction import Average, Sum
-from hvdlite.compression import Compression, Reduction, Threshold
+from hvdlite.compression import Reduction, Threshold
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
 from tests.harness import ranks
@@ -55,10 +55,3 @@ def test_messages_of_different_lengths_between_processes():
     )
     expected = sum(np.where(np.abs(row) >= 3, row, 0) for row in rows)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_settings():
-    assert Compression.Threshold(0.5).name == "Threshold(0.5)"
-    for value in (0, -1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="is not a number above 0"):
-            Threshold(value)
