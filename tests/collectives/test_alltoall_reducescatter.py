@@ -174,8 +174,9 @@ class TestReducescatter:
     @SEVERAL
     def test_what_is_refused(self, size):
         hvd.init()
-        with pytest.raises(ValueError, match="Adasum is not defined for pieces"):
+        with pytest.raises(ValueError, match="Adasum is not defined for pieces") as caught:
             hvd.reducescatter(np.ones(size), op=hvd.Adasum)
+        assert isinstance(caught.value, NotImplementedError)
         with pytest.raises(ValueError, match="found a scalar"):
             hvd.reducescatter(np.float32(1))
         with pytest.raises(ValueError, match="op=9 is not a reduction"):

@@ -332,10 +332,6 @@ class TestBroadcast:
                     ValueError, match=f"root_rank={root} is not .* ranks are 0 to 1"
                 ):
                     call(np.ones(2), root)
-        for root in (0.5, "0", None):
-            with pytest.raises(ValueError, match="expected an integer, the number of a rank"):
-                hvd.broadcast(np.ones(2), root)
-        assert hvd.broadcast(np.full(2, hvd.rank()), np.int64(1)).tolist() == [1, 1]
         still_works()
 
 
@@ -411,13 +407,6 @@ class TestBarrier:
             left = time.monotonic()
             times = hvd.allgather_object((came, left))
             assert max(came for came, _ in times) <= min(left for _, left in times)
-
-    @ALL
-    def test_unnamed(self):
-        hvd.init()
-        for _ in range(3):
-            hvd.barrier()
-        still_works()
 
 
 class TestHandles:
@@ -560,16 +549,6 @@ class TestNames:
             assert hvd.allgather_object(hvd.rank(), name="loss") == list(range(size))
             found = [hvd.synchronize(handle).tolist() for handle in handles]
             assert found == [[size] * 2, [1] * 2 * size, [0] * 2]
-
-    @ranks(2, 3)
-    def test_different_kinds_under_one_name_are_an_error_on_all_ranks_at_once(self):
-        hvd.init()
-        start = time.monotonic()
-        call = hvd.allgather if hvd.rank() == 1 else hvd.allreduce
-        with pytest.raises(hvd.MismatchError, match=r"the ranks disagree on 'x': the operation is"):
-            call(np.ones(2), name="x")
-        assert time.monotonic() - start < 5
-        assert hvd.allreduce(1.0, name="x", op=hvd.Sum) == hvd.size()
 
 
 class TestDisagreement:
@@ -765,11 +744,7 @@ def test_arguments_of_a_wrong_kind_are_refused_at_once():
         (lambda: hvd.alltoall(ones, splits=[[1], [2, 1]]), "splits must be 2 integers"),
         (lambda: hvd.alltoall(ones, splits="ab"), "splits must be 2 integers"),
         (lambda: hvd.alltoall(ones, splits=[2.0, 2.0]), "splits must be 2 integers"),
-        (lambda: hvd.allreduce(np.array([{}, None])), "arrays of dtype object cannot be sent"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
-    with pytest.raises(NotImplementedError, match="Adasum is not defined for pieces") as caught:
-        hvd.reducescatter(ones, op=hvd.Adasum)
-    assert isinstance(caught.value, ValueError | RuntimeError)
     assert hvd.broadcast(ones * hvd.rank(), np.int64(1)).tolist() == [1] * 4
