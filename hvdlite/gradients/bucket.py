@@ -48,6 +48,7 @@ class GradientBucket(Operation):
         kinds: after the exchange, as in `Metadata`.
         all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.
+        is_plain: whether it travels by a plain allreduce of arrays on the host.
         keeps_result: whether all exchanges write to one result array.
         release: called with each result array that is its owner's from then on.
         checks_finite: whether averages that are not finite are refused.
@@ -78,7 +79,7 @@ class GradientBucket(Operation):
         self.release: Callable[[Any], None] = lambda result: None
         reduction = arrays.reduction
         is_plain = strategy.is_identity and reduction.predivide == 1.0
-        self._is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
+        self.is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
         self._has_result = True
         self.begin_step()
 
@@ -118,19 +119,6 @@ class GradientBucket(Operation):
         self._kinds_here[start:stop] = bytes([kind]) * (stop - start)
         self.awaited -= stop - start
 
-    def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
-        """Return the elements of a part of the bucket that no other rank reads.
-
-        Args:
-            start: where the part begins in the bucket; elements count from there.
-            stop: where it ends.
-            among: such elements of the whole bucket, in an uncompressed exchange.
-        """
-        if not self._is_plain:
-            return slice(0, 0)
-        first, last = max(among.start, start), min(among.stop, stop)
-        return slice(first - start, last - start) if first < last else slice(0, 0)
-
     def prepare_submission(self) -> None:
         """Write the payload, and zeros into the slots that have no gradient."""
         if self._kinds_here != self._all_dense:
@@ -146,7 +134,7 @@ class GradientBucket(Operation):
                 self.arrays.allocate_result()
                 self._has_result = True
         self.places = None
-        if self._is_plain and self._has_result:
+        if self.is_plain and self._has_result:
             self.places = self.arrays.send, self.arrays.result
         is_complete = self._kinds_here == self._all_dense
         self._is_usual = is_complete and exchanges is None and self.samples is None
