@@ -152,23 +152,21 @@ class Reducescatter(ArrayOperation):
         if self.memory is None and scales_integers(array.dtype, *self._factors):
             whole = reduce_scaled_integers(self, transport, send, self._op, self._factors)
             target[...] = cut(whole, pieces)[transport.rank]
-        elif narrows:
+            return value_of(result)
+        received = target
+        if narrows:
             rounded = transport.scratch(send.size, wire_dtype)
             transport.convert(send, rounded, before)
-            reduced = transport.scratch(target.size, wire_dtype)
-            self._exchange(transport, cut(rounded, pieces), reduced, Scaling())
-            transport.convert(reduced, target, after)
-        else:
-            if not before.is_identity:
-                scaled = transport.scratch(send.size, array.dtype)
-                transport.scale(send, scaled, before)
-                send = scaled
-            self._exchange(transport, cut(send, pieces), target, after)
-        return value_of(result)
-
-    def _exchange(
-        self, transport: Transport, pieces: Sequence[Any], result: Any, scaling: Scaling
-    ) -> None:
+            send, received = rounded, transport.scratch(target.size, wire_dtype)
+        elif not before.is_identity:
+            scaled = transport.scratch(send.size, array.dtype)
+            transport.scale(send, scaled, before)
+            send = scaled
         op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
         with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.reducescatter(pieces, result, op, scaling)
+            transport.reducescatter(
+                cut(send, pieces), received, op, Scaling() if narrows else after
+            )
+        if narrows:
+            transport.convert(received, target, after)
+        return value_of(result)
