@@ -46,13 +46,6 @@ def test_entries_depend_on_the_step_the_seed_and_the_names_alone():
     assert by_name[0] != by_name[1]
 
 
-def test_steps_are_counted():
-    ranks = Ranks(2, RandomK(0.1))
-    values = [{"a": np.ones(200, np.float32)}] * 2
-    found = [ranks.step(values)["a"].nonzero()[0].tolist() for _ in range(3)]
-    assert len({*map(tuple, found)}) == 3
-
-
 @pytest.mark.parametrize("ratio", [0.05, 0.5, 0.8])
 def test_all_entries_are_drawn_alike(ratio):
     """The number of times that an entry is drawn has a binomial distribution."""

@@ -267,16 +267,6 @@ class TestPosition:
         with pytest.raises(ValueError, match="step=8: expected 0 to 7"):
             batches.state_dict(8)
 
-    def test_another_epoch_begins_at_its_start(self):
-        batches = self.batches()
-        next(iter(batches))
-        batches.load_state_dict(batches.state_dict())
-        batches.set_epoch(5)
-        assert len(batches) == 7
-        assert [batch.tolist() for batch in batches] == [
-            batch.tolist() for batch in self.batches().epoch(5)
-        ]
-
     @ranks(1)
     def test_a_state_survives_a_checkpoint(self, tmp_path):
         hvd.init()
