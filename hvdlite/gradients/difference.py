@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def _first_element(
     while stop - start > 1:
         count = min(_CHUNKS, stop - start)
         bounds = [start + bound for bound in slice_bounds(stop - start, count)]
-        sums = gather(lambda own, bounds=bounds: own.rotation.checksums(label, bounds))
+        sums = gather(partial(_checksums, label, bounds))
         unequal = (n for n, each in enumerate(zip(*sums.values(), strict=True)) if len({*each}) > 1)
         chunk = next(unequal, 0)
         start, stop = bounds[chunk : chunk + 2]
@@ -136,6 +137,10 @@ def _first_element(
     index = [int(each) for each in np.unravel_index(start, shape)]
     what = f"element {index} of {label}" if index else label
     return what, _by_value(found), start
+
+
+def _checksums(label: str, bounds: Sequence[int], check: ReplicaCheck) -> list[int]:
+    return check.rotation.checksums(label, bounds)
 
 
 def _by_value(texts: Mapping[int, str]) -> str:
