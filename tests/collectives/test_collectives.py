@@ -40,13 +40,6 @@ class TestAllreduce:
                 digest.add(result)
         assert len(set(hvd.allgather_object(digest.value()))) == 1
 
-    @ALL
-    def test_the_default_is_the_average(self):
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
-        assert hvd.allreduce(np.array([2.0 * rank])).tolist() == [size - 1.0]
-        assert hvd.allreduce(np.array([2.0 * rank]), op=hvd.Average).tolist() == [size - 1.0]
-
     @TWO
     def test_a_foreign_byte_order_on_one_rank(self):
         hvd.init()
