@@ -602,6 +602,30 @@ class TestDisagreement:
                 f"dtype is float32 on {firsts}, int8 on rank {last}",
             ),
             (
+                lambda: hvd.alltoall(np.ones((6, 4 if odd else 3)), name="loss"),
+                f"the shape after its first axis is (3,) on {firsts}, (4,) on rank {last}",
+            ),
+            (
+                lambda: hvd.alltoall(np.ones(6, np.int16 if odd else np.int8), name="loss"),
+                f"dtype is int8 on {firsts}, int16 on rank {last}",
+            ),
+            (
+                lambda: hvd.reducescatter(np.ones(7 if odd else 6), name="loss"),
+                f"shape is (6,) on {firsts}, (7,) on rank {last}",
+            ),
+            (
+                lambda: hvd.reducescatter(ones, op=hvd.Min if odd else hvd.Max, name="loss"),
+                f"op is Max on {firsts}, Min on rank {last}",
+            ),
+            (
+                lambda: hvd.grouped_allreduce([ones, ones[odd:]], name="loss"),
+                f"shape of array 1 is (2, 3) on {firsts}, (1, 3) on rank {last}",
+            ),
+            (
+                lambda: hvd.grouped_allreduce([ones] * (2 if odd else 3), name="loss"),
+                f"the number of arrays is 3 on {firsts}, 2 on rank {last}",
+            ),
+            (
                 lambda: hvd.allgather(ones, name="loss") if odd else hvd.barrier(name="loss"),
                 f"the operation is barrier on {firsts}, allgather on rank {last}",
             ),

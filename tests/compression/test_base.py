@@ -13,28 +13,16 @@ from hvdlite.compression import (
     check_strategy,
     exchange_bucket,
 )
+from tests.compression.ranks import SIZES, Ranks
 from tests.references import adasum, check_reduction, dtype_of, samples
-from tests.simulation import Simulation, on_all_ranks
+from tests.simulation import Simulation
 
-SIZES = [1, 2, 3, 4]
 REDUCTIONS = [Reduction(Sum), Reduction(Average), Reduction(Average, 4.0)]
 
 
 def exchange(strategy, arrays, reduction):
-    """Return the result of every rank, after a check that its gradients are unchanged."""
-
-    def on_rank(transport):
-        array = arrays[transport.rank]
-        bucket = Bucket([Parameter("a", array.shape, array.dtype)], reduction)
-        bucket.send_slot(0)[...] = array
-        with np.errstate(over="ignore"):
-            strategy.exchange(bucket, transport)
-        assert bucket.send_slot(0).tobytes() == array.tobytes()
-        return bucket.result_slot(0)
-
-    results = on_all_ranks(on_rank, Simulation(len(arrays)).transports)
-    assert len({result.tobytes() for result in results}) == 1
-    return results[0]
+    """Return the result, which is equal on all ranks."""
+    return Ranks(len(arrays), strategy, reduction).step([{"a": array} for array in arrays])["a"]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -125,27 +113,13 @@ def test_adasum_combines_each_tensor_by_itself(size, name):
     tensors = [samples(size, "float64", shape, seed) for seed, shape in enumerate(shapes)]
     tensors[3][0][:] = 0  # a rank without a gradient
     tensors[5] = [row * 10.0**rank for rank, row in enumerate(tensors[5])]
-    strategy = getattr(Compression, name)
-
-    def on_rank(transport):
-        parameters = [
-            Parameter(str(n), shape, np.dtype("float64")) for n, shape in enumerate(shapes)
-        ]
-        bucket = Bucket(parameters, Reduction(Adasum))
-        for number, rows in enumerate(tensors):
-            bucket.send_slot(number)[...] = rows[transport.rank]
-        before = bucket.send.copy()
-        strategy.exchange(bucket, transport)
-        np.testing.assert_array_equal(bucket.send, before)
-        return bucket
-
-    buckets = on_all_ranks(on_rank, Simulation(size).transports)
-    assert len({bucket.result.tobytes() for bucket in buckets}) == 1
+    gradients = [{str(n): rows[rank] for n, rows in enumerate(tensors)} for rank in range(size)]
+    results = Ranks(size, getattr(Compression, name), Reduction(Adasum)).step(gradients)
     tolerance = {"none": 1e-12, "fp16": 5e-3, "bf16": 5e-2}[name]
     for number, rows in enumerate(tensors):
         expected = adasum([row.ravel() for row in rows]).reshape(shapes[number])
         scale = max(np.abs(row).max(initial=1e-300) for row in rows)
-        found = buckets[0].result_slot(number)
+        found = results[str(number)]
         np.testing.assert_allclose(found / scale, expected / scale, tolerance, tolerance)
 
 

@@ -43,11 +43,14 @@ def model(count=12, dtypes=("float32",)):
     ]
 
 
-def exchange(label, parameters, strategy=Compression.none, reduction=None, threshold=80):
+def exchange(
+    label, parameters, strategy=Compression.none, reduction=None, threshold=80, state=None
+):
     """An exchange with buckets small enough to have several."""
     settings = Settings(fusion_threshold=threshold, first_bucket_size=min(threshold, 20))
     engine = SimpleNamespace(gradients=runtime.engine().gradients, settings=settings)
-    return GradientExchange(engine, label, parameters, strategy, reduction or Reduction())
+    reduction = reduction or Reduction()
+    return GradientExchange(engine, label, parameters, strategy, reduction, state=state)
 
 
 def buckets_of(made):
@@ -434,16 +437,14 @@ class TestSingleBuckets:
 TOP = ErrorFeedback(TopK(0.5))
 
 
-def with_state(label, parameters, state=None, threshold=80):
+def with_state(label, parameters, state=None):
     """An exchange by a strategy that remembers something, in a state that others may share."""
-    settings = Settings(fusion_threshold=threshold, first_bucket_size=min(threshold, 20))
-    engine = SimpleNamespace(gradients=runtime.engine().gradients, settings=settings)
     state = StrategyState() if state is None else state
-    return GradientExchange(engine, label, parameters, TOP, Reduction(), state=state), state
+    return exchange(label, parameters, TOP, state=state), state
 
 
-def put_all(made, value, positions=None):
-    for number in range(len(made.buckets.parameters)) if positions is None else positions:
+def put_all(made, value):
+    for number in range(len(made.buckets.parameters)):
         made.buckets.slot(number)[...] = np.full(
             made.buckets.parameters[number].shape, value, np.float32
         )
