@@ -414,9 +414,6 @@ def test_the_file_is_on_the_disk_before_it_takes_the_name(path, monkeypatch):
 
 
 def test_a_folder_that_this_user_may_write_to_and_not_look_into(path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(type(path), "iterdir", refuse)
     write(path, 1)
@@ -508,8 +505,15 @@ def test_a_library_that_opens_its_file_itself(tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+def refuse(*_):
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_as_many_generations_remain_as_wanted(path, keep):
+def test_as_many_generations_remain_as_wanted(path, monkeypatch, keep, has_links):
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
     saved = Checkpoint(path, keep)
     for step in range(5):
         saved._write(step)
@@ -520,23 +524,9 @@ def test_as_many_generations_remain_as_wanted(path, keep):
     assert kept == ["one", 3, 2][:keep]
 
 
-def test_generations_without_hard_links(path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    for step in range(3):
-        Checkpoint(path, keep=2)._write(step)
-    assert [read(entry) for entry in (path, *files.previous_generations(path))] == [2, 1]
-
-
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_second_writer_takes_no_generation_of_the_first(path, monkeypatch, has_links):
     """The first one replaces the file after the second one has looked for generations."""
-
-    def refuse(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
     if not has_links:
         monkeypatch.setattr(os, "link", refuse)
     Checkpoint(path, keep=3)._write(1)
