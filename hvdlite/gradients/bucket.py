@@ -121,7 +121,8 @@ class GradientBucket(Operation):
 
     def prepare_submission(self) -> None:
         """Write the payload, and zeros into the slots that have no gradient."""
-        if self._kinds_here != self._all_dense:
+        is_complete = self._kinds_here == self._all_dense
+        if not is_complete:
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         snapshot = self.snapshot
@@ -136,7 +137,6 @@ class GradientBucket(Operation):
         self.places = None
         if self.is_plain and self._has_result:
             self.places = self.arrays.send, self.arrays.result
-        is_complete = self._kinds_here == self._all_dense
         self._is_usual = is_complete and exchanges is None and self.samples is None
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
 
