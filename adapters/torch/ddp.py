@@ -202,7 +202,7 @@ class _HookBucket:
             if not self._is_shared:
                 for position, member in enumerate(members):
                     part.arrays.send_slot(position)[...] = to_array(gradients[member])
-            part.mark_dense()
+            part.mark()
             part.prepare_submission()
             part.pending = self._lane.submit(part, begin)
         for part, _ in self._parts:

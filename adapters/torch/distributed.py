@@ -23,7 +23,7 @@ from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.alltoall import Alltoall
 from hvdlite.collectives.broadcast import Broadcast
-from hvdlite.collectives.point_to_point import receive, send
+from hvdlite.collectives.point_to_point import Transfer
 from hvdlite.collectives.reducescatter import Reducescatter
 from hvdlite.engine import Handle, Operation, runtime
 from hvdlite.engine.memory import MemoryInUseError
@@ -418,14 +418,14 @@ class ProcessGroup(_Base):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
         self._id(dst)
-        return Work(self, [send(self.engine, _array(tensors[0], "send"), dst, tag)], tensors)
+        return Work(self, [Transfer(self.engine, _array(tensors[0], "send"), dst, tag)], tensors)
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         """Receive a tensor from a rank; None: any."""
         self._id(src or 0)
         array = _array(tensors[0], "recv")
         settle = None if is_plain(tensors[0]) else partial(write, tensors, array)
-        return Work(self, [receive(self.engine, array, src, tag)], tensors, settle)
+        return Work(self, [Transfer(self.engine, array, src, tag, is_sent=False)], tensors, settle)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from any rank."""

@@ -306,7 +306,10 @@ class Allreduce(ArrayOperation):
             if self._op is ReduceOp.ADASUM:
                 return self._adasum(transport)
             if self._scales_integers:
-                return self._reduce_scaled_integers(transport)
+                self._result[...] = reduce_scaled_integers(
+                    self, transport, self._send, self._op, self._factors
+                )
+                return self._value
             if self._factors[0] != 1.0:
                 return self.execute_together((), transport)[0]
             op, scaling = _split_average(self._op, self._factors[1], transport.size)
@@ -359,22 +362,6 @@ class Allreduce(ArrayOperation):
             transport.scale(result, result, Scaling(self._factors[1]))
         return self._value
 
-    def _reduce_scaled_integers(self, transport: Transport) -> Any:
-        """Reduce in float64, so that every rank sees whether a result fits the integer type."""
-        wide = self._send.astype(np.float64)
-        if self._factors[0] != 1.0:
-            wide = scale_integers(wide, self._factors[0])
-        op, scaling = _split_average(self._op, self._factors[1], transport.size)
-        with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.allreduce(wide, wide, op, Scaling())
-        scaled = scale_integers(wide, scaling.factor, scaling.divisor)
-        beyond = first_beyond(scaled, self._send.dtype)
-        if beyond >= 0:
-            message = out_of_range(self.name, scaled[beyond], self._send.dtype, self._factors)
-            raise GradientError(message)
-        self._result[...] = scaled
-        return self._out
-
 
 def _allreduce_zeros(
     name: str,
@@ -388,10 +375,31 @@ def _allreduce_zeros(
     return Allreduce(name, zeros, op, *factors, zeros, strategy)
 
 
-def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[float, float]) -> str:
-    """Describe a result that an integer type cannot hold."""
-    found = "" if value is None else f"a result is {value:g}, "
-    return (
-        f"{name!r} with prescale_factor={factors[0]:g} and postscale_factor={factors[1]:g}: {found}"
-        f"beyond the range of {dtype.name}; use smaller factors, or convert the values to a float"
-    )
+def reduce_scaled_integers(
+    operation: Operation,
+    transport: Transport,
+    send: Any,
+    op: ReduceOp,
+    factors: tuple[float, float],
+) -> Any:
+    """Reduce flat integers in float64, so that every rank sees whether a result fits their type.
+
+    Returns:
+        All results, as integers in float64.
+
+    Raises:
+        GradientError: On all ranks; a result does not fit.
+    """
+    wide = scale_integers(send, factors[0])
+    op, scaling = _split_average(op, factors[1], transport.size)
+    with timeline.span(operation.lane, timeline.EXCHANGE):
+        transport.allreduce(wide, wide, op, Scaling())
+    scaled = scale_integers(wide, scaling.factor, scaling.divisor)
+    beyond = first_beyond(scaled, send.dtype)
+    if beyond >= 0:
+        raise GradientError(
+            f"{operation.name!r} with prescale_factor={factors[0]:g} and "
+            f"postscale_factor={factors[1]:g}: a result is {scaled[beyond]:g}, beyond the range of "
+            f"{send.dtype.name}; use smaller factors, or convert the values to a float"
+        )
+    return scaled

@@ -28,45 +28,30 @@ _CHECK_SECONDS = 0.05
 _in_flight: set[Transfer] = set()
 
 
-def send(engine: Engine, array: Any, to: int, tag: int = 0) -> Transfer:
-    """Start to send an array, which must not change until the transfer has ended.
-
-    Args:
-        engine: Engine of the ranks.
-        array: Contiguous array.
-        to: The receiver, by its rank among the engine's.
-        tag: A number that pairs it with the receiver's call.
-
-    Raises:
-        RankGoneError: A rank has died; MPI would take a short message for it all the same.
-    """
-    engine.named.transport.check_alive()
-    return Transfer(engine, array, to, tag, True)
-
-
-def receive(engine: Engine, out: Any, source: int | None, tag: int = 0) -> Transfer:
-    """Start to receive an array.
-
-    Args:
-        engine: Engine of the ranks.
-        out: Contiguous array for the message, of its size and dtype.
-        source: The sender, by its rank among the engine's; None: any.
-        tag: As for `send`.
-    """
-    return Transfer(engine, out, source, tag, False)
-
-
 class Transfer:
-    """A message on its way, see `send` and `receive`.
+    """A message on its way.
+
+    Args:
+        engine: Engine of the ranks.
+        array: Contiguous array to send, which must not change until the transfer has ended; or for
+            the message that comes, of its size and dtype.
+        peer: The other rank, by its rank among the engine's; None: any may send.
+        tag: A number that pairs the calls of both.
+        is_sent: Whether this rank sends, or else receives.
 
     Attributes:
         finished: Whether it has ended, with an error perhaps.
         peer: The other rank; after the end also where any might send.
+
+    Raises:
+        RankGoneError: A rank to which this one would send has died.
     """
 
     def __init__(
-        self, engine: Engine, array: Any, peer: int | None, tag: int, is_sent: bool
+        self, engine: Engine, array: Any, peer: int | None, tag: int, is_sent: bool = True
     ) -> None:
+        if is_sent:
+            engine.named.transport.check_alive()  # MPI would take a short message all the same
         MPI = self._mpi = mpi.load()  # noqa: N806
         header = bytearray(_HEADER.size)
         if is_sent:

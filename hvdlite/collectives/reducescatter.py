@@ -11,13 +11,13 @@ import numpy as np
 
 from hvdlite.base import reduction
 from hvdlite.base.arrays import cut, slice_bounds
-from hvdlite.base.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
-from hvdlite.collectives.allreduce import out_of_range
+from hvdlite.base.reduction import ReduceOp, Scaling, scales_integers
+from hvdlite.collectives.allreduce import reduce_scaled_integers
 from hvdlite.collectives.arrays import ArrayOperation, checked_array, signature_of, value_of
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.errors import GradientError, UnsupportedError
+from hvdlite.errors import UnsupportedError
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 
@@ -150,38 +150,23 @@ class Reducescatter(ArrayOperation):
         before = Scaling(self._factors[0], divisor if narrows else 1)
         after = Scaling(self._factors[1], 1 if narrows else divisor)
         if self.memory is None and scales_integers(array.dtype, *self._factors):
-            self._reduce_scaled_integers(transport, cut(send, pieces), target, after)
-        elif narrows:
+            whole = reduce_scaled_integers(self, transport, send, self._op, self._factors)
+            target[...] = cut(whole, pieces)[transport.rank]
+            return value_of(result)
+        received = target
+        if narrows:
             rounded = transport.scratch(send.size, wire_dtype)
             transport.convert(send, rounded, before)
-            reduced = transport.scratch(target.size, wire_dtype)
-            self._exchange(transport, cut(rounded, pieces), reduced, Scaling())
-            transport.convert(reduced, target, after)
-        else:
-            if not before.is_identity:
-                scaled = transport.scratch(send.size, array.dtype)
-                transport.scale(send, scaled, before)
-                send = scaled
-            self._exchange(transport, cut(send, pieces), target, after)
-        return value_of(result)
-
-    def _exchange(
-        self, transport: Transport, pieces: Sequence[Any], result: Any, scaling: Scaling
-    ) -> None:
+            send, received = rounded, transport.scratch(target.size, wire_dtype)
+        elif not before.is_identity:
+            scaled = transport.scratch(send.size, array.dtype)
+            transport.scale(send, scaled, before)
+            send = scaled
         op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
         with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.reducescatter(pieces, result, op, scaling)
-
-    def _reduce_scaled_integers(
-        self, transport: Transport, pieces: Sequence[Any], result: Any, after: Scaling
-    ) -> None:
-        """Reduce in float64, and tell all ranks of a result that does not fit."""
-        wide = np.empty(result.size, np.float64)
-        send = [scale_integers(piece, self._factors[0]) for piece in pieces]
-        self._exchange(transport, send, wide, Scaling())
-        scaled = scale_integers(wide, after.factor, after.divisor)
-        beyond = np.array([first_beyond(scaled, result.dtype) >= 0], np.float64)
-        transport.allreduce(beyond, beyond, ReduceOp.MAX, Scaling())
-        if beyond[0]:
-            raise GradientError(out_of_range(self.name, None, result.dtype, self._factors))
-        result[...] = scaled
+            transport.reducescatter(
+                cut(send, pieces), received, op, Scaling() if narrows else after
+            )
+        if narrows:
+            transport.convert(received, target, after)
+        return value_of(result)

@@ -99,9 +99,6 @@ class Cast(Strategy):
         return cast(tensor, ctx)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        if not self._narrows(bucket.send.dtype):
-            DENSE.exchange(bucket, transport)
-            return
         factor = self._factor(bucket, transport)
         if bucket.unsent is not None:
             # Only the rank that adds up knows the rounding error of the sum.

@@ -68,12 +68,6 @@ class Custom(Strategy):
     compressor: Any
     conversion: Conversion = Conversion()
 
-    @property
-    def name(self) -> str:
-        """Return the class's name; its behaviour cannot be compared across ranks."""
-        kind = self.compressor if isinstance(self.compressor, type) else type(self.compressor)
-        return f"{kind.__module__}.{kind.__qualname__}"
-
     def choose(self, parameter: Parameter) -> Strategy:
         return self
 
@@ -98,4 +92,6 @@ class Custom(Strategy):
             bucket.result_slot(position)[...] = result
 
     def __repr__(self) -> str:
-        return self.name
+        """Return the class's name; its behaviour cannot be compared across ranks."""
+        kind = self.compressor if isinstance(self.compressor, type) else type(self.compressor)
+        return f"{kind.__module__}.{kind.__qualname__}"

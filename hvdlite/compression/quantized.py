@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -341,21 +340,17 @@ class Natural(Quantized):
         bits += values.view(word)
         bits >>= fraction
         bits &= (2 << exponent) - 1
-        np.take(_power_codes(_top(head), exponent), bits, out=out, mode="clip")
+        np.take(_power_codes(head.view(np.uint16).item(), exponent), bits, out=out, mode="clip")
 
     def read(self, body: Any, head: Any, out: Any) -> None:
         _, exponent, _ = _layout(out.dtype)
-        unpack(_powers(_top(head), exponent), body, out)
+        unpack(_powers(head.view(np.uint16).item(), exponent), body, out)
 
 
 def _layout(dtype: np.dtype[Any]) -> tuple[int, int, np.dtype[Any]]:
     """Return a float's bits of fraction and of exponent, and the integer of its size."""
     info = np.finfo(dtype)
     return info.nmant, info.nexp, np.dtype(f"i{dtype.itemsize}")
-
-
-def _top(head: Any) -> int:
-    return int.from_bytes(head.tobytes(), sys.byteorder)
 
 
 @lru_cache

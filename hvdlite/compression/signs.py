@@ -78,27 +78,20 @@ class Ternary(Quantized):
     def body(self, count: int, dtype: np.dtype[Any]) -> int:
         return packed_size(count, 2)
 
-    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
-        pack(self.codes(values, head, generator), 2, out)
-
     def read(self, body: Any, head: Any, out: Any) -> None:
         unpack(_TERNARY, body, out)
         out *= self.magnitude(head, out.dtype)
-
-    @abstractmethod
-    def codes(self, values: Any, head: Any, generator: Any) -> Any:
-        """Return 0, 1 or 2 for values that become negative, zero or positive; uint8."""
 
     @abstractmethod
     def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
         """Return the magnitude of values of a dtype, from the message's head."""
 
 
-def _ternary(positive: Any, negative: Any) -> Any:
-    """Return the codes of values, given which of them become positive and which negative."""
+def _write_ternary(positive: Any, negative: Any, out: Any) -> None:
+    """Write the codes of values, given which of them become positive and which negative."""
     codes = positive.view("u1") + 1
     codes -= negative.view("u1")
-    return codes
+    pack(codes, 2, out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,8 +114,8 @@ class TwoBit(Ternary):
     def __post_init__(self) -> None:
         check_positive("threshold", self.threshold)
 
-    def codes(self, values: Any, head: Any, generator: Any) -> Any:
-        return _ternary(values >= self.threshold, values <= -self.threshold)
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
+        _write_ternary(values >= self.threshold, values <= -self.threshold, out)
 
     def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
         return self.threshold
@@ -158,8 +151,8 @@ class MajorityVote(Ternary):
     def __post_init__(self) -> None:
         check_positive("scale", self.scale)
 
-    def codes(self, values: Any, head: Any, generator: Any) -> Any:
-        return _ternary(values > 0, values < 0)
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
+        _write_ternary(values > 0, values < 0, out)
 
     def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
         """Return one vote: integers add up to exactly 0 in a tie."""
@@ -218,10 +211,10 @@ class TernGrad(Ternary):
             greatest *= min(limit, 1.0)
         head[...] = np.array([greatest], values.dtype).view(np.uint8)
 
-    def codes(self, values: Any, head: Any, generator: Any) -> Any:
+    def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
         greatest = self.magnitude(head, values.dtype)
         ratios = values / np.where(greatest > 0, greatest, 1)
-        return round_stochastically(ratios, 1, generator)
+        pack(round_stochastically(ratios, 1, generator), 2, out)
 
     def magnitude(self, head: Any, dtype: np.dtype[Any]) -> Any:
         return np.frombuffer(head.tobytes(), dtype)

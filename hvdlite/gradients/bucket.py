@@ -34,7 +34,7 @@ class GradientBucket(Operation):
     It is submitted once in every step. Its payload says which gradients this rank has.
 
     Args:
-        arrays: the send and the result array.
+        arrays: the send and the result array; without them on a rank that has joined.
         strategy: how the bucket travels.
 
     Attributes:
@@ -48,6 +48,7 @@ class GradientBucket(Operation):
         kinds: after the exchange, as in `Metadata`.
         all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.
+        is_plain: whether it travels by a plain allreduce of arrays on the host.
         keeps_result: whether all exchanges write to one result array.
         release: called with each result array that is its owner's from then on.
         checks_finite: whether averages that are not finite are refused.
@@ -66,7 +67,7 @@ class GradientBucket(Operation):
         Operation.__init__(self, name, signature)
         self.arrays = arrays
         self.strategy = strategy
-        self.nbytes = arrays.send.nbytes
+        self.nbytes = sum(parameter.nbytes for parameter in arrays.parameters)
         self._size = len(arrays.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self._state_before: Any = None
@@ -78,7 +79,7 @@ class GradientBucket(Operation):
         self.release: Callable[[Any], None] = lambda result: None
         reduction = arrays.reduction
         is_plain = strategy.is_identity and reduction.predivide == 1.0
-        self._is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
+        self.is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
         self._has_result = True
         self.begin_step()
 
@@ -100,45 +101,28 @@ class GradientBucket(Operation):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"{self.name!r} (gradients of {', '.join(names[:2])}{more})"
 
-    def _check_new(self, position: int) -> None:
-        """Refuse a second gradient of a parameter in one step."""
-        if self._kinds_here[position]:
-            name = self.arrays.parameters[position].name
-            raise ValueError(
-                f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
-            )
+    def mark(self, start: int = 0, stop: int | None = None, kind: int = DENSE) -> None:
+        """Record that all gradients have arrived, or those of a range of positions.
 
-    def mark(self, position: int, kind: int = DENSE) -> None:
-        """Record that a gradient has arrived."""
-        self._check_new(position)
-        self._kinds_here[position] = kind
-        self.awaited -= 1
-
-    def mark_dense(self, start: int = 0, stop: int | None = None) -> None:
-        """Record that all gradients have arrived, or those of a range of positions."""
+        Raises:
+            ValueError: one of them has arrived before in this step.
+        """
         stop = self._size if stop is None else stop
         if self.awaited < self._size:
             for position in range(start, stop):
-                self._check_new(position)
-        self._kinds_here[start:stop] = self._all_dense[start:stop]
+                if self._kinds_here[position]:
+                    name = self.arrays.parameters[position].name
+                    raise ValueError(
+                        f"the gradient of {name!r} was marked twice in one step; end the step by "
+                        "finish()"
+                    )
+        self._kinds_here[start:stop] = bytes([kind]) * (stop - start)
         self.awaited -= stop - start
-
-    def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
-        """Return the elements of a part of the bucket that no other rank reads.
-
-        Args:
-            start: where the part begins in the bucket; elements count from there.
-            stop: where it ends.
-            among: such elements of the whole bucket, in an uncompressed exchange.
-        """
-        if not self._is_plain:
-            return slice(0, 0)
-        first, last = max(among.start, start), min(among.stop, stop)
-        return slice(first - start, last - start) if first < last else slice(0, 0)
 
     def prepare_submission(self) -> None:
         """Write the payload, and zeros into the slots that have no gradient."""
-        if self._kinds_here != self._all_dense:
+        is_complete = self._kinds_here == self._all_dense
+        if not is_complete:
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         snapshot = self.snapshot
@@ -151,9 +135,8 @@ class GradientBucket(Operation):
                 self.arrays.allocate_result()
                 self._has_result = True
         self.places = None
-        if self._is_plain and self._has_result:
+        if self.is_plain and self._has_result:
             self.places = self.arrays.send, self.arrays.result
-        is_complete = self._kinds_here == self._all_dense
         self._is_usual = is_complete and exchanges is None and self.samples is None
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
 
@@ -225,6 +208,10 @@ class GradientBucket(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Exchange the bucket, unless no rank has a dense gradient in it."""
+        if self.arrays.send is None:  # on a rank that has joined
+            # In the same kind of memory as the others' gradients.
+            self.arrays = Bucket(self.arrays.parameters, self.arrays.reduction, transport.empty)
+            self.arrays.send[...] = 0
         found = self.receive_metadata(payloads, transport)
         if not self.nbytes or found.is_empty:
             return None
@@ -245,36 +232,21 @@ class GradientBucket(Operation):
 
     def stand_in(self) -> Callable[[], Operation]:
         described = self.strategy, self.arrays.parameters, self.arrays.reduction
-        return partial(EmptyBucket, self.name, self.signature, *described, self.checks_finite)
+        return partial(_stand_in, self.name, self.signature, *described, self.checks_finite)
 
 
-class EmptyBucket(Operation):
-    """The exchange of a bucket on a rank that has joined."""
-
-    def __init__(
-        self,
-        name: str,
-        signature: Signature,
-        strategy: Strategy,
-        parameters: Sequence[Parameter],
-        reduction: Reduction,
-        checks_finite: bool,
-    ) -> None:
-        super().__init__(name, signature)
-        self._strategy = strategy
-        self._parameters = parameters
-        self._reduction = reduction
-        self._checks_finite = checks_finite
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange zeros, unless no rank has a dense gradient in the bucket."""
-        # Now and not earlier: zeros must lie in the same kind of memory as the others' gradients.
-        arrays = Bucket(self._parameters, self._reduction, transport.empty)
-        arrays.send[...] = 0
-        bucket = GradientBucket(self.name, self.signature, arrays, self._strategy)
-        bucket.lane = self.lane
-        bucket.checks_finite = self._checks_finite
-        bucket.execute(transport, payloads)
+def _stand_in(
+    name: str,
+    signature: Signature,
+    strategy: Strategy,
+    parameters: Sequence[Parameter],
+    reduction: Reduction,
+    checks_finite: bool,
+) -> GradientBucket:
+    """Make the exchange of a bucket on a rank that has joined."""
+    bucket = GradientBucket(name, signature, Bucket(parameters, reduction, None), strategy)
+    bucket.checks_finite = checks_finite
+    return bucket
 
 
 class Comparison(Operation):

@@ -183,18 +183,22 @@ class GradientBuckets:
         bucket, position = self._places[number]
         return bucket.arrays.result_slot(position)
 
-    def zero_copy_range(self, number: int) -> slice:
+    def zero_copy_range(self, number: int, size: int | None = None) -> slice:
         """Return which elements of a flat gradient no other rank reads; they need no copy.
 
         It holds as long as the slots do.
+
+        Args:
+            size: of the gradient and its neighbours in the bucket that come with it; None: it
+                comes alone.
         """
         bucket, position = self._places[number]
-        if self._memory is not None:
+        if not bucket.is_plain:
             return slice(0, 0)
-        start, stop = bucket.arrays.bounds[position : position + 2]
-        return bucket.zero_copy_range(
-            start, stop, self.lane.zero_copy_range(bucket.arrays.send.size)
-        )
+        arrays, size = bucket.arrays, self.parameters[number].size if size is None else size
+        among, start = self.lane.zero_copy_range(arrays.send.size), arrays.bounds[position]
+        first, last = max(among.start - start, 0), min(among.stop - start, size)
+        return slice(first, last) if first < last else slice(0, 0)
 
     def set_zero_copy(self, number: int, first: int, part: Any) -> None:
         """Exchange the `zero_copy_range` of a gradient from where it lies, without a copy.
@@ -318,22 +322,15 @@ class GradientBuckets:
                 f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
                 f"expected {describe(arrays.send_slot(first))}, as the parameter is"
             )
-        bucket.mark_dense(first, end)
+        bucket.mark(first, end)
         bucket.order_writes()
         flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
-        zero_copy = slice(0, 0)
-        is_host = self._memory is None
-        if is_host and gradient.nbytes >= LEAST_ZERO_COPY and gradient.dtype == arrays.send.dtype:
-            zero_copy = bucket.zero_copy_range(
-                start, stop, self.lane.zero_copy_range(arrays.send.size)
-            )
-        slot = arrays.send[start:stop]
-        if zero_copy.start == zero_copy.stop:
-            slot[...] = flat
-            return
+        zero_copy, slot = slice(0, 0), arrays.send[start:stop]
+        if gradient.nbytes >= LEAST_ZERO_COPY and gradient.dtype == slot.dtype:
+            zero_copy = self.zero_copy_range(number, gradient.size)
         for part in (slice(0, zero_copy.start), slice(zero_copy.stop, None)):
             slot[part] = flat[part]
-        arrays.zero_copy[start + zero_copy.start] = flat[zero_copy]
+        self.set_zero_copy(number, zero_copy.start, flat[zero_copy])
 
     def finish_bucket(self, index: int, leaves_out: bool = False) -> Any:
         """Wait for a bucket that has been started.

@@ -59,13 +59,11 @@ class DeviceGradientBucket(GradientBucket):
             self.memory.cuda.wait_event(self.memory.index, stream, self._read)
             self._behind.add(stream)
 
-    def mark(self, position: int, kind: int = DENSE) -> None:
-        super().mark(position, kind)
-        self._use_stream()
-
-    def mark_dense(self, start: int = 0, stop: int | None = None) -> None:
-        super().mark_dense(start, stop)
-        self._use_stream()
+    def mark(self, start: int = 0, stop: int | None = None, kind: int = DENSE) -> None:
+        super().mark(start, stop, kind)
+        self._streams.add(self.memory.stream())
+        if not self.awaited:
+            self._seal()
 
     def fill_gaps(self) -> None:
         self.order_writes()
@@ -80,11 +78,6 @@ class DeviceGradientBucket(GradientBucket):
             stream = self.memory.stream()
             self._read = self.memory.cuda.record(self.memory.index, stream)
             self._behind = {stream}
-
-    def _use_stream(self) -> None:
-        self._streams.add(self.memory.stream())
-        if not self.awaited:
-            self._seal()
 
     def _seal(self) -> None:
         # Here and not in `prepare_submission`: that may be in another thread, and much later.

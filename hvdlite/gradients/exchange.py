@@ -178,14 +178,14 @@ class GradientExchange:
             complete = False
             for number, kind in (*((number, DENSE) for number in numbers), *kinds.items()):
                 bucket, position = self.buckets.place(number)
-                bucket.mark(position, kind)
+                bucket.mark(position, position + 1, kind)
                 complete = complete or not bucket.awaited
             self._record((*numbers, *kinds), complete)
 
     def mark_bucket(self, index: int) -> None:
         """Record that all gradients of a bucket are in their slots; see `mark`."""
         with self._lock:
-            self.buckets.all[index].mark_dense()
+            self.buckets.all[index].mark()
             self._record(self.buckets.plan[index], complete=True)
 
     def mark_converted(self) -> None:

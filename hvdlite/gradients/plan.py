@@ -13,36 +13,29 @@ from hvdlite.compression import Parameter, Reduction, Strategy
 ALIGNMENT = 64
 
 
-def plan_buckets(
-    parameters: Sequence[Parameter],
-    cap: int,
-    first_cap: int,
-    kinds: Sequence[Hashable] | None = None,
+def plan_for(
+    parameters: Sequence[Parameter], strategy: Strategy, settings: Settings
 ) -> list[list[int]]:
     """Pack parameters into buckets, in the reverse of their order.
 
     Gradients are computed in that order, so the first bucket is complete first; it is small,
-    so that communication starts early (Li et al. 2020, arXiv:2006.15704).
-
-    Args:
-        cap: bytes after which a bucket is closed.
-        first_cap: the same for the first bucket.
-        kinds: one for each parameter; only parameters of one kind and dtype share a bucket.
-            None: all are of one kind.
+    so that communication starts early (Li et al. 2020, arXiv:2006.15704). Only parameters of one
+    dtype, whose gradients travel by one strategy, share a bucket.
 
     Returns:
         For each bucket, in the order of exchange, the positions of its parameters: first those
         whose sizes are multiples of `ALIGNMENT`, so that they all lie aligned.
     """
+    cap = settings.fusion_threshold
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     for position in reversed(range(len(parameters))):
         parameter = parameters[position]
-        kind = parameter.dtype.name, None if kinds is None else kinds[position]
+        kind = parameter.dtype.name, strategy.choose(parameter)
         members, filled = open_buckets.pop(kind, ([], 0))
         members.append(position)
         filled += parameter.nbytes
-        if filled >= (cap if buckets else min(cap, first_cap)):
+        if filled >= (cap if buckets else min(cap, settings.first_bucket_size)):
             buckets.append(members)
         else:
             open_buckets[kind] = (members, filled)
@@ -51,14 +44,6 @@ def plan_buckets(
         sorted(members, key=lambda position: parameters[position].nbytes % ALIGNMENT != 0)
         for members in buckets
     ]
-
-
-def plan_for(
-    parameters: Sequence[Parameter], strategy: Strategy, settings: Settings
-) -> list[list[int]]:
-    """Pack parameters into buckets, each of which travels by one strategy; see `plan_buckets`."""
-    kinds = [strategy.choose(parameter) for parameter in parameters]
-    return plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size, kinds)
 
 
 def describe_exchange(

@@ -182,7 +182,7 @@ class ReplicaCheck:
         self._every = settings.check_ranks_every or math.inf
         options = tuple(self._options())
         if options != self._last_options[0] or not self._last_options[1]:
-            self._last_options = options, _hash(options)
+            self._last_options = options, blake2b(repr(options).encode(), digest_size=8).digest()
         raises, step = settings.check_ranks == "error", self._steps + 1
         if is_full or self._position >= self.rotation.length:
             self._position = 0
@@ -428,10 +428,6 @@ def _gather(
         for rank, message in zip(transport.members, messages, strict=False)
         if message is not None
     }
-
-
-def _hash(options: Sequence[tuple[str, Any]]) -> bytes:
-    return blake2b(repr(options).encode(), digest_size=8).digest()
 
 
 def _checksum(array: Any, before: int = 0) -> int:

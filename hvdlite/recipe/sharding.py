@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlite.base.arguments import check_count
+from hvdlite.base.arrays import slice_bounds
 from hvdlite.world import parts
 
 _FROM_WORLD: Any = None
@@ -114,7 +115,7 @@ class Sharding:
         return tuple(
             (stop - start) * self.size / total
             for total in self.global_batch_sizes
-            for start, stop in [_slice(total, self.rank, self.size)]
+            for start, stop in [slice_bounds(total, self.size)[self.rank : self.rank + 2]]
         )
 
     def indices(self, epoch: int) -> list[npt.NDArray[np.int64]]:
@@ -133,7 +134,7 @@ class Sharding:
 
     def share(self, batch: npt.NDArray[np.int64], rank: int) -> npt.NDArray[np.int64]:
         """Return the part of a global batch that belongs to a rank."""
-        start, stop = _slice(len(batch), rank, self.size)
+        start, stop = slice_bounds(len(batch), self.size)[rank : rank + 2]
         return batch[start:stop]
 
     def position(self, epoch: int, step: int) -> dict[str, Any]:
@@ -205,10 +206,3 @@ def own_part(rank: int | None, size: int | None) -> tuple[int, int]:
     if rank >= size:
         raise ValueError(f"rank={rank} is not below size={size}")
     return rank, size
-
-
-def _slice(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where the rank's even share of ``total`` samples starts and stops."""
-    share, extra = divmod(total, size)
-    start = rank * share + min(rank, extra)
-    return start, start + share + (rank < extra)

@@ -19,7 +19,7 @@ from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyS
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import GradientError
-from hvdlite.gradients import strategy_state
+from hvdlite.gradients import exchange_state
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.options import Options
 from hvdlite.observe import status
@@ -217,12 +217,12 @@ class LocalSteps:
         return {
             "steps": self.steps,
             "outer": self._outer.state_dict(),
-            "compression": strategy_state.save(self._state, self.process_set),
+            "compression": exchange_state.save(self._state, self.process_set),
         }
 
     def consolidate_exchange_state(self) -> None:
         """Replace the compression's residuals by their average over the ranks; collective."""
-        strategy_state.consolidate(self._state, f"{self.label}: its compression", self.process_set)
+        exchange_state.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:
         """Load a `state_dict`, on all ranks.
@@ -234,7 +234,7 @@ class LocalSteps:
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self.options.reduction.op
-        strategy_state.load(self._state, state["compression"], op, self.process_set, is_own)
+        exchange_state.load(self._state, state["compression"], op, self.process_set, is_own)
         self.in_step = False
         self._agreed = None
 

@@ -275,7 +275,7 @@ class VirtualExchange(Operation):
             bucket.begin_step()
             for position, number in enumerate(members):
                 if number in present:
-                    bucket.mark(position)
+                    bucket.mark(position, position + 1)
             if members[0] < first:
                 bucket.samples = samples
             if bucket.strategy.stateful:

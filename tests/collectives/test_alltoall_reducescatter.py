@@ -98,18 +98,6 @@ class TestAlltoall:
         still_works()
 
     @SEVERAL
-    def test_ranks_that_disagree(self, size):
-        hvd.init()
-        odd = hvd.rank() % 2 == 1
-        for own, message in (
-            (np.ones((size, 3 if odd else 2)), r"the shape after its first axis is \(2,\) on rank"),
-            (np.ones(size, np.int16 if odd else np.int8), "dtype is int8 on rank"),
-        ):
-            with pytest.raises(hvd.HorovodInternalError, match=message):
-                hvd.alltoall(own, name="rows")
-            still_works()
-
-    @SEVERAL
     def test_one_rank_is_refused_and_the_others_can_go_on(self, size):
         hvd.init()
         if hvd.rank() == 0:
@@ -174,17 +162,11 @@ class TestReducescatter:
     @SEVERAL
     def test_what_is_refused(self, size):
         hvd.init()
-        with pytest.raises(ValueError, match="Adasum is not defined for pieces"):
+        with pytest.raises(ValueError, match="Adasum is not defined for pieces") as caught:
             hvd.reducescatter(np.ones(size), op=hvd.Adasum)
+        assert isinstance(caught.value, NotImplementedError)
         with pytest.raises(ValueError, match="found a scalar"):
             hvd.reducescatter(np.float32(1))
         with pytest.raises(ValueError, match="op=9 is not a reduction"):
             hvd.reducescatter(np.ones(size), op=9)
-        odd = hvd.rank() % 2 == 1
-        for own, op, message in (
-            (np.ones(size + odd), hvd.Sum, rf"shape is \({size},\) on rank"),
-            (np.ones(size), hvd.Min if odd else hvd.Max, "op is Max on rank"),
-        ):
-            with pytest.raises(hvd.HorovodInternalError, match=message):
-                hvd.reducescatter(own, op=op, name="rows")
-            assert hvd.reducescatter(np.ones(size), op=hvd.Sum) == [size]
+        assert hvd.reducescatter(np.ones(size), op=hvd.Sum) == [size]

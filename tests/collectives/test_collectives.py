@@ -40,13 +40,6 @@ class TestAllreduce:
                 digest.add(result)
         assert len(set(hvd.allgather_object(digest.value()))) == 1
 
-    @ALL
-    def test_the_default_is_the_average(self):
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
-        assert hvd.allreduce(np.array([2.0 * rank])).tolist() == [size - 1.0]
-        assert hvd.allreduce(np.array([2.0 * rank]), op=hvd.Average).tolist() == [size - 1.0]
-
     @TWO
     def test_a_foreign_byte_order_on_one_rank(self):
         hvd.init()
@@ -332,10 +325,6 @@ class TestBroadcast:
                     ValueError, match=f"root_rank={root} is not .* ranks are 0 to 1"
                 ):
                     call(np.ones(2), root)
-        for root in (0.5, "0", None):
-            with pytest.raises(ValueError, match="expected an integer, the number of a rank"):
-                hvd.broadcast(np.ones(2), root)
-        assert hvd.broadcast(np.full(2, hvd.rank()), np.int64(1)).tolist() == [1, 1]
         still_works()
 
 
@@ -411,13 +400,6 @@ class TestBarrier:
             left = time.monotonic()
             times = hvd.allgather_object((came, left))
             assert max(came for came, _ in times) <= min(left for _, left in times)
-
-    @ALL
-    def test_unnamed(self):
-        hvd.init()
-        for _ in range(3):
-            hvd.barrier()
-        still_works()
 
 
 class TestHandles:
@@ -561,16 +543,6 @@ class TestNames:
             found = [hvd.synchronize(handle).tolist() for handle in handles]
             assert found == [[size] * 2, [1] * 2 * size, [0] * 2]
 
-    @ranks(2, 3)
-    def test_different_kinds_under_one_name_are_an_error_on_all_ranks_at_once(self):
-        hvd.init()
-        start = time.monotonic()
-        call = hvd.allgather if hvd.rank() == 1 else hvd.allreduce
-        with pytest.raises(hvd.MismatchError, match=r"the ranks disagree on 'x': the operation is"):
-            call(np.ones(2), name="x")
-        assert time.monotonic() - start < 5
-        assert hvd.allreduce(1.0, name="x", op=hvd.Sum) == hvd.size()
-
 
 class TestDisagreement:
     @ranks(2, 3)
@@ -628,6 +600,30 @@ class TestDisagreement:
             (
                 lambda: hvd.allgather(ones.astype("int8") if odd else ones, name="loss"),
                 f"dtype is float32 on {firsts}, int8 on rank {last}",
+            ),
+            (
+                lambda: hvd.alltoall(np.ones((6, 4 if odd else 3)), name="loss"),
+                f"the shape after its first axis is (3,) on {firsts}, (4,) on rank {last}",
+            ),
+            (
+                lambda: hvd.alltoall(np.ones(6, np.int16 if odd else np.int8), name="loss"),
+                f"dtype is int8 on {firsts}, int16 on rank {last}",
+            ),
+            (
+                lambda: hvd.reducescatter(np.ones(7 if odd else 6), name="loss"),
+                f"shape is (6,) on {firsts}, (7,) on rank {last}",
+            ),
+            (
+                lambda: hvd.reducescatter(ones, op=hvd.Min if odd else hvd.Max, name="loss"),
+                f"op is Max on {firsts}, Min on rank {last}",
+            ),
+            (
+                lambda: hvd.grouped_allreduce([ones, ones[odd:]], name="loss"),
+                f"shape of array 1 is (2, 3) on {firsts}, (1, 3) on rank {last}",
+            ),
+            (
+                lambda: hvd.grouped_allreduce([ones] * (2 if odd else 3), name="loss"),
+                f"the number of arrays is 3 on {firsts}, 2 on rank {last}",
             ),
             (
                 lambda: hvd.allgather(ones, name="loss") if odd else hvd.barrier(name="loss"),
@@ -765,11 +761,7 @@ def test_arguments_of_a_wrong_kind_are_refused_at_once():
         (lambda: hvd.alltoall(ones, splits=[[1], [2, 1]]), "splits must be 2 integers"),
         (lambda: hvd.alltoall(ones, splits="ab"), "splits must be 2 integers"),
         (lambda: hvd.alltoall(ones, splits=[2.0, 2.0]), "splits must be 2 integers"),
-        (lambda: hvd.allreduce(np.array([{}, None])), "arrays of dtype object cannot be sent"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
-    with pytest.raises(NotImplementedError, match="Adasum is not defined for pieces") as caught:
-        hvd.reducescatter(ones, op=hvd.Adasum)
-    assert isinstance(caught.value, ValueError | RuntimeError)
     assert hvd.broadcast(ones * hvd.rank(), np.int64(1)).tolist() == [1] * 4

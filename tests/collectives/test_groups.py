@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
+from tests.collectives.test_collectives import still_works
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, samples
 
 ALL = ranks(1, 2, 3, 4)
 SEVERAL = ranks(2, 3)
 SHAPES = [(), (0,), (5,), (2, 3, 4), (70_000,), (300_000,)]
-
-
-def still_works():
-    assert (
-        hvd.grouped_allreduce([np.ones(1), np.ones(2)], op=hvd.Sum)[1].tolist() == [hvd.size()] * 2
-    )
 
 
 class TestAllreduce:
@@ -69,19 +64,6 @@ class TestAllreduce:
         np.testing.assert_array_equal(second, size * np.arange(3))
 
     @SEVERAL
-    def test_ranks_that_disagree(self):
-        hvd.init()
-        odd = hvd.rank() % 2 == 1
-        for own, message in (
-            ([np.ones(2), np.ones(4 if odd else 3)], r"shape of array 1 is \(3,\) on rank"),
-            ([np.ones(2), np.ones(2, np.int8 if odd else np.int16)], "dtype of array 1 is int16"),
-            ([np.ones(2)] * (2 if odd else 3), "the number of arrays is 3 on rank"),
-        ):
-            with pytest.raises(hvd.HorovodInternalError, match=message):
-                hvd.grouped_allreduce(own, name="group")
-            still_works()
-
-    @SEVERAL
     def test_arguments_that_have_no_meaning(self):
         hvd.init()
         with pytest.raises(ValueError, match="needs one array at least"):
@@ -105,16 +87,6 @@ class TestAllgather:
         assert third.tolist() == list(range(size))
         handle = hvd.grouped_allgather_async([own[2]])
         assert hvd.synchronize(handle)[0].tolist() == list(range(size))
-
-    @SEVERAL
-    def test_ranks_that_disagree(self):
-        hvd.init()
-        own = np.ones((2, 3 + hvd.rank()))
-        with pytest.raises(
-            hvd.HorovodInternalError, match=r"the shape after its first axis of array 1 is \(3,\)"
-        ):
-            hvd.grouped_allgather([np.ones(1), own])
-        still_works()
 
 
 class TestReducescatter:

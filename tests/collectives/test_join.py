@@ -147,8 +147,13 @@ def test_join_of_a_process_set():
 
 class TestGradients:
     PARAMETERS = tuple(
-        Parameter(name, shape, np.dtype(np.float32))
-        for name, shape in (("a", (3, 5)), ("b", (0,)), ("c", (400_000,)), ("d", (7,)))
+        Parameter(name, shape, np.dtype(kind))
+        for name, shape, kind in (
+            ("a", (3, 5), "f4"),
+            ("b", (0,), "f4"),
+            ("c", (400_000,), "f4"),
+            ("d", (7,), "f2"),
+        )
     )
 
     def exchange(self, kind=GradientExchange, strategy=Compression.none):
@@ -178,22 +183,6 @@ class TestGradients:
             assert hvd.join() == size - 1
         plans = hvd.allgather_object(exchange.buckets.plan)
         assert plans == plans[:1] * size
-
-    @SEVERAL
-    def test_of_16_bits_as_they_are(self, size):
-        new_world()
-        parameter = Parameter("h", (5000,), np.dtype(np.float16))
-        made = GradientExchange(
-            runtime.engine(), "model", [parameter], Compression.none, Reduction()
-        )
-        for step in range(steps_of(hvd.rank())):
-            here = [r for r in range(size) if steps_of(r) > step]
-            made.begin()
-            made.buckets.slot(0)[...] = np.full(5000, size, np.float16)
-            made.mark(0)
-            made.finish()
-            assert (made.buckets.result_slot(0) == len(here)).all()
-        hvd.join()
 
     @SEVERAL
     def test_a_rank_that_comes_late_to_weighted_steps(self, size):
@@ -226,6 +215,6 @@ class TestGradients:
                 # A rank that has joined lacks no gradient that the others have.
                 assert buckets.finish_bucket(index).all()
                 result = buckets.all[index].arrays.result
-                np.testing.assert_allclose(result, sum(here) / size, rtol=1e-6)
+                np.testing.assert_allclose(result, sum(here) / size, rtol=1e-3)
             buckets.compare()
         hvd.join()

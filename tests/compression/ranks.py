@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
+from hvdlite.compression.state import BucketState
+from hvdlite.errors import GradientError
 from tests.simulation import Simulation, on_all_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -44,22 +47,49 @@ class Ranks:
             absent: names of those that no rank has, and that are zeros.
         """
 
-        def on_rank(rank: int) -> list[Any]:
-            own = gradients[rank]
-            parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
-            together: dict[Any, list[Parameter]] = {}
-            for parameter in parameters:
-                together.setdefault(self.strategy.choose(parameter), []).append(parameter)
-            found: dict[str, Any] = {}
-            for strategy, members in together.items():
-                found.update(self._exchange(rank, strategy, members, own, absent))
-            return [found[name] for name in own]
-
-        results = on_all_ranks(on_rank, range(self.size))
+        results = on_all_ranks(
+            lambda rank: self._step(rank, gradients[rank], absent), range(self.size)
+        )
         for other in results[1:]:
             for first, second in zip(results[0], other, strict=True):
                 assert first.tobytes() == second.tobytes(), "ranks have different results"
         return dict(zip(gradients[0], results[0], strict=True))
+
+    def refusals(
+        self, gradients: Sequence[Mapping[str, Any]], kind: type[Exception] = GradientError
+    ) -> list[str]:
+        """Return the message with which each rank refuses gradients."""
+
+        def on_rank(rank: int) -> str:
+            with pytest.raises(kind) as caught:
+                self._step(rank, gradients[rank])
+            return str(caught.value)
+
+        return on_all_ranks(on_rank, range(self.size))
+
+    def record(self, collective: str) -> list[list[Any]]:
+        """Return a list for each rank, to which what it gives to a collective will be appended."""
+        given: list[list[Any]] = [[] for _ in range(self.size)]
+        for own, transport in zip(given, self.simulation.transports, strict=True):
+            call = getattr(transport, collective)
+
+            def recorded(first: Any, *rest: Any, own: Any = own, call: Any = call) -> Any:
+                own.append(first)
+                return call(first, *rest)
+
+            setattr(transport, collective, recorded)
+        return given
+
+    def _step(self, rank: int, own: Mapping[str, Any], absent: Sequence[str] = ()) -> list[Any]:
+        """Exchange the gradients of one rank, bucket by bucket."""
+        parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
+        together: dict[Any, list[Parameter]] = {}
+        for parameter in parameters:
+            together.setdefault(self.strategy.choose(parameter), []).append(parameter)
+        found: dict[str, Any] = {}
+        for strategy, members in together.items():
+            found.update(self._exchange(rank, strategy, members, own, absent))
+        return [found[name] for name in own]
 
     def _exchange(
         self,
@@ -74,14 +104,14 @@ class Ranks:
         names = [parameter.name for parameter in parameters]
         for position, name in enumerate(names):
             bucket.send_slot(position)[...] = gradients[name]
-        bucket.count = bucket.state.count
+        bucket.count = max(BucketState(parameters, each).count for each in self.states)
         bucket.absent = [names.index(name) for name in absent if name in names]
         before = bucket.send.copy()
         with np.errstate(all="ignore"):
             exchange_bucket(strategy, bucket, self.simulation.transports[rank])
         assert bucket.send.tobytes() == before.tobytes(), "the gradients were changed"
         if strategy.stateful:
-            bucket.state.count += 1
+            bucket.state.count = bucket.count + 1
         return {name: bucket.result_slot(position).copy() for position, name in enumerate(names)}
 
     def residual(self, name: str, key: str = "residual") -> Any:

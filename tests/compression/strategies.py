@@ -22,7 +22,7 @@ SETTINGS: dict[type[Strategy], list[Strategy]] = {
     C.Sign: [C.Sign(), C.Sign("bucket")],
     C.TopK: [C.TopK(0.05), C.TopK(count=3, per="tensor")],
     C.Threshold: [C.Threshold(1.0)],
-    C.RandomK: [C.RandomK(0.1)],
+    C.RandomK: [C.RandomK(0.1), C.RandomK(0.1, unbiased=True)],
     C.DeepGradientCompression: [C.DeepGradientCompression(0.1, clip_norm=1.0)],
     C.PowerSGD: [C.PowerSGD(1), C.PowerSGD(2, min_compression=0.5, warm_start=False)],
     C.ErrorFeedback: [],  # below, around every other one

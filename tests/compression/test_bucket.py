@@ -20,30 +20,7 @@ class TestParameter:
         assert parameter("a", 3, dtype=ml_dtypes.bfloat16).nbytes == 6
 
 
-FLOAT = np.dtype(np.float64)
-
-
 class TestReduction:
-    def test_an_average_divides_afterwards(self):
-        reduction = Reduction(Average)
-        before, after = reduction.scalings(FLOAT, 4)
-        assert before.is_identity
-        assert after.apply(np.array([8.0])) == [2.0]
-        assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
-
-    def test_a_sum_does_not(self):
-        reduction = Reduction(Sum)
-        for scaling in (*reduction.scalings(FLOAT, 4), reduction.combined(4)):
-            assert scaling.is_identity
-
-    def test_predivision_moves_a_part_of_the_division_forward(self):
-        reduction = Reduction(Average, predivide=2.0)
-        before, after = reduction.scalings(FLOAT, 4)
-        divided = before.apply(np.array([8.0]))
-        assert divided == [4.0]
-        assert after.apply(divided) == [2.0]
-        assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
-
     @pytest.mark.parametrize("op", [Min, Max, Product])
     def test_only_sums_averages_and_adasum(self, op):
         with pytest.raises(ValueError, match=f"not {op.name.capitalize()}"):
@@ -53,11 +30,6 @@ class TestReduction:
     def test_predivision_is_for_averages(self, op):
         with pytest.raises(ValueError, match=r"gradient_predivide_factor needs op=hvd\.Average"):
             Reduction(op, predivide=2.0)
-
-    def test_nothing_but_an_average_is_scaled(self):
-        for op in (Sum, Adasum):
-            for scaling in (*Reduction(op).scalings(FLOAT, 3), Reduction(op).combined(3)):
-                assert scaling.is_identity
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
     def test_predivision_is_above_0(self, factor):

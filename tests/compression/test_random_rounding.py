@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hvdlite.compression import QSGD, Bucket, Natural, Parameter, Reduction, TernGrad
-from hvdlite.compression.quantized import round_stochastically
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks
 
@@ -73,31 +72,6 @@ def natural(values, uniform):
         below = np.where(values == 0, 0, 2.0 ** np.floor(np.log2(magnitudes)))
     up = np.where(values == 0, 0, magnitudes / np.where(below == 0, 1, below) - 1)
     return np.sign(values) * below * np.where(uniform >= 1 - up, 2, 1)
-
-
-class Fixed:
-    """A generator whose random numbers are all the same."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def random(self, count, dtype):
-        return np.full(count, self.number, dtype)
-
-
-class TestStochasticRounding:
-    @pytest.mark.parametrize("levels", [1, 2, 3, 7, 64, 127])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_whole_numbers_stay_whatever_the_random_number(self, levels, dtype):
-        for number in (0.0, 0.5, 1 - 2.0**-24):
-            for level in (-levels, 0, levels):
-                codes = round_stochastically(np.full(3, level, dtype), levels, Fixed(number))
-                assert codes.tolist() == [level + levels] * 3
-                assert codes.dtype == np.uint8
-
-    def test_what_is_beyond_the_levels_becomes_the_last_one(self):
-        values = np.array([-1e30, -7.5, 7.5, 1e30], np.float32)
-        assert round_stochastically(values, 7, Fixed(0.25)).tolist() == [0, 0, 14, 14]
 
 
 def check_gathered(strategy, reference, arrays, steps=2):

@@ -25,16 +25,6 @@ def test_one_array_over_a_bucket():
     assert saved["b"]["residual"] == 6  # a copy
 
 
-def test_other_buckets_of_the_same_parameters():
-    state = StrategyState()
-    BucketState([A, B], state).flat("residual", np.float32)[...] = np.arange(7)
-    BucketState([C], state).flat("residual", np.float32)[...] = 9
-    packed_anew = BucketState([C, B, A], state).flat("residual", np.float32)
-    assert packed_anew.tolist() == [9, 9, 9, 9, 6, 0, 1, 2, 3, 4, 5]
-    packed_anew[...] = 1
-    assert state.state_dict()["c"]["residual"].tolist() == [1, 1, 1, 1]
-
-
 def test_loading_reaches_buckets_that_there_are():
     state = StrategyState()
     bucket = BucketState([A, C], state)
@@ -58,16 +48,6 @@ def test_counts_of_parameters_that_come_together_later():
     assert joined.count == 4
     joined.count = 5
     assert BucketState([B], state).count == 5
-
-
-def test_arrays_of_any_shape():
-    state = StrategyState()
-    bucket = BucketState([A, B], state)
-    assert bucket.get(0, "q") is None
-    bucket.set(0, "q", np.ones((3, 2)))
-    assert BucketState([C, A], state).get(1, "q").shape == (3, 2)
-    assert bool(state)
-    assert not StrategyState()
 
 
 def test_an_array_of_another_shape_is_not_taken_over():

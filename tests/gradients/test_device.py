@@ -19,13 +19,13 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients.device import DeviceGradientBucket
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.replicas import ReplicaCheck, weight_label
+from tests.gradients.test_gradients import SHAPES, gradient
 from tests.harness import ranks
-from tests.references import check_reduction, dtype_of, sample
+from tests.references import check_reduction, dtype_of
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 from tests.transport.gpu.fake_memory import Blocked, DeviceRanks, FakeMemory
 
-SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 
@@ -56,11 +56,6 @@ def exchange(rank, strategy=Compression.none, reduction=None, dtypes=("float32",
         reduction or Reduction(),
         memory=rank.memory if memory else None,
     )
-
-
-def gradient(made, number, step, rank):
-    chosen = made.buckets.parameters[number]
-    return sample(rank, chosen.dtype.name, chosen.shape, seed=1000 * step + number)
 
 
 def mark_all(rank, made, step, numbers=None):

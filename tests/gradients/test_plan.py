@@ -3,12 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.compression import Parameter
-from hvdlite.gradients.plan import ALIGNMENT, plan_buckets
+from hvdlite.base.settings import Settings
+from hvdlite.compression import DENSE, Parameter
+from hvdlite.gradients.plan import ALIGNMENT, plan_for
 
 
 def parameters(*sizes, dtype="float32"):
     return [Parameter(str(number), (size,), np.dtype(dtype)) for number, size in enumerate(sizes)]
+
+
+def plan(parameters, cap, first_cap):
+    return plan_for(parameters, DENSE, Settings(fusion_threshold=cap, first_bucket_size=first_cap))
 
 
 @pytest.mark.parametrize(
@@ -23,13 +28,13 @@ def parameters(*sizes, dtype="float32"):
     ],
 )
 def test_sizes_and_caps(sizes, cap, first_cap, expected):
-    assert plan_buckets(parameters(*sizes), cap=cap, first_cap=first_cap) == expected
+    assert plan(parameters(*sizes), cap=cap, first_cap=first_cap) == expected
 
 
 def test_a_bucket_has_one_dtype():
     mixed = parameters(1, 1, 1, 1)
     mixed[1] = mixed[3] = Parameter("half", (1,), np.dtype(np.float16))
-    assert plan_buckets(mixed, cap=100, first_cap=100) == [[3, 1], [2, 0]]
+    assert plan(mixed, cap=100, first_cap=100) == [[3, 1], [2, 0]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,9 +45,9 @@ def test_every_parameter_is_in_one_bucket(seed):
         Parameter("", (int(generator.integers(0, 50)),), kinds[generator.integers(0, 3)])
         for _ in range(int(generator.integers(1, 60)))
     ]
-    plan = plan_buckets(made, cap=int(generator.integers(0, 500)), first_cap=64)
-    assert sorted(member for bucket in plan for member in bucket) == list(range(len(made)))
-    for bucket in plan:
+    packed = plan(made, cap=int(generator.integers(0, 500)), first_cap=64)
+    assert sorted(member for bucket in packed for member in bucket) == list(range(len(made)))
+    for bucket in packed:
         aligned = [member for member in bucket if made[member].nbytes % ALIGNMENT == 0]
         rest = [member for member in bucket if member not in aligned]
         assert bucket == sorted(aligned, reverse=True) + sorted(rest, reverse=True)
@@ -50,6 +55,4 @@ def test_every_parameter_is_in_one_bucket(seed):
 
 
 def test_in_a_bucket_what_keeps_the_others_aligned_comes_first():
-    assert plan_buckets(parameters(16, 10, 32, 3, 48), cap=10**6, first_cap=10**6) == [
-        [4, 2, 0, 3, 1]
-    ]
+    assert plan(parameters(16, 10, 32, 3, 48), cap=10**6, first_cap=10**6) == [[4, 2, 0, 3, 1]]

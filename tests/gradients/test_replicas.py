@@ -293,7 +293,7 @@ def test_buckets_of_the_usual_step_are_decoded_once(monkeypatch):
     for number in range(1, 9):
         bucket.begin_step()
         bucket.snapshot = rank.check.begin(transport, rank.settings)
-        bucket.mark_dense()
+        bucket.mark()
         bucket.prepare_submission()
         assert len(bucket.payload) == 3 + (replicas.DIGEST_SIZE if number > 1 else 0)
         bucket.receive_metadata([bucket.payload] * 4, transport)

@@ -166,18 +166,6 @@ def test_before_init():
             shard(np.arange(5), 1)
 
 
-@ranks(1, 2, 3, 4)
-def test_the_world_shares_an_epoch():
-    hvd.init()
-    batches = shard(np.arange(23), 2, seed=1)
-    for epoch in range(2):
-        mine = np.concatenate(list(batches))
-        together = hvd.allgather(mine)
-        np.testing.assert_array_equal(np.sort(together), np.arange(23))
-        assert set(hvd.allgather_object(len(batches))) == {len(batches)}
-        np.testing.assert_array_equal(mine, np.concatenate(list(batches.epoch(epoch))))
-
-
 @ranks(2)
 def test_too_few_samples_for_the_world():
     hvd.init()
@@ -278,16 +266,6 @@ class TestPosition:
             batches.state_dict(0)
         with pytest.raises(ValueError, match="step=8: expected 0 to 7"):
             batches.state_dict(8)
-
-    def test_another_epoch_begins_at_its_start(self):
-        batches = self.batches()
-        next(iter(batches))
-        batches.load_state_dict(batches.state_dict())
-        batches.set_epoch(5)
-        assert len(batches) == 7
-        assert [batch.tolist() for batch in batches] == [
-            batch.tolist() for batch in self.batches().epoch(5)
-        ]
 
     @ranks(1)
     def test_a_state_survives_a_checkpoint(self, tmp_path):
