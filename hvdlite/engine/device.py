@@ -160,7 +160,7 @@ class DeviceExecutor:
 
     @property
     def is_connected(self) -> bool:
-        """True once there is a device transport."""
+        """True once there is a device transport: arrays in device memory have been exchanged."""
         return self._transport is not None
 
     def admit(self, operation: Operation, index: int) -> None:

@@ -19,8 +19,8 @@ class Queue:
     """The operations that have been submitted and have not ended, oldest first.
 
     Attributes:
-        lock: Lock for any change here. `add`, `close`, `refuse` and `accept` are called with it
-            held; the other methods take it themselves.
+        lock: Lock for any change here. `add` and `close` are called with it held; the other methods
+            take it themselves.
         changed: Condition of the same lock, to wait for a change.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
@@ -99,11 +99,13 @@ class Queue:
 
     def refuse(self, reason: str) -> None:
         """Refuse operations from now on; the first reason counts."""
-        self._refusal = self._refusal or reason
+        with self.lock:
+            self._refusal = self._refusal or reason
 
     def accept(self) -> None:
         """Accept operations again after `refuse`."""
-        self._refusal = None
+        with self.lock:
+            self._refusal = None
 
     def oldest(self, count: int) -> list[Operation]:
         """Return the first operations, ``count`` at most."""
