@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,11 +100,9 @@ class DeviceResult:
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
     """
 
-    transport: DeviceTransport
     work: Work
     memory: DeviceMemory
     tensors: Sequence[Any]
-    value: Any
 
     def take(self) -> Any:
         """Make the current stream's later work wait for the result, and return it.
@@ -114,20 +113,11 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        self.transport.check()
         self.work.wait_on(self.memory.stream())
         for tensor in self.tensors:
             self.memory.keep(tensor)
         self.tensors = ()
-        return self.value
-
-    def done(self) -> bool:
-        """Return whether the device has finished it.
-
-        Raises:
-            HorovodInternalError: The communication has failed.
-        """
-        return self.work.done()
+        return self.work.value
 
 
 class DeviceExecutor:
@@ -182,17 +172,13 @@ class DeviceExecutor:
         memory = operation.memory
         assert memory is not None
         transport = self._connected(memory)
-        value: Any = None
-
-        def execute() -> None:
-            nonlocal value
-            value = operation.execute(transport, payloads)
-
         while len(self.under_way) >= _MAX_UNDER_WAY:
             time.sleep(_POLL_SECONDS)
             self.check()
-        work = transport.enqueue(execute, operation.ready)
-        result = DeviceResult(transport, work, memory, operation.tensors, value)
+        execute = partial(operation.execute, transport, payloads)
+        result = DeviceResult(
+            transport.enqueue(execute, operation.ready), memory, operation.tensors
+        )
         self.under_way.append((time.monotonic(), result))
         return result
 
@@ -206,7 +192,7 @@ class DeviceExecutor:
         if self._transport is None:
             return
         self._transport.check()
-        while self.under_way and self.under_way[0][1].done():
+        while self.under_way and self.under_way[0][1].work.done():
             self.under_way.popleft()
         if self.under_way:
             now = time.monotonic()
@@ -232,7 +218,7 @@ class DeviceExecutor:
             from hvdlite.transport.registry import connect_device
 
             self._transport = connect_device(
-                self.control, memory.index, self._timeout, memory.cuda, self._through_host
+                self.control, memory.index, memory.cuda, self._timeout, self._through_host
             )
             self._transport.report = self._report
         return self._transport

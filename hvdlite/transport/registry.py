@@ -59,8 +59,8 @@ def connect(
 def connect_device(
     control: Transport,
     device: int,
-    timeout: float | None = None,
-    cuda: Cuda | None = None,
+    cuda: Cuda,
+    timeout: float = 60.0,
     through_host: bool = False,
 ) -> DeviceTransport:
     """Return the best transport for arrays on this rank's device; collective.
@@ -71,15 +71,14 @@ def connect_device(
 
     Args:
         control: the host transport of the same ranks, called in the thread that uses it.
-        timeout: seconds after which work that the host waits for has failed; None: never.
-        cuda: the devices; None: those of cupy.
+        cuda: the devices of this process.
+        timeout: seconds after which work that the host waits for has failed.
         through_host: leave NCCL out; the same on all ranks.
 
     Raises:
-        HorovodInternalError: a rank cannot use its device, or has no cupy; on all ranks.
+        HorovodInternalError: a rank cannot use its device; on all ranks.
     """
     try:
-        cuda = Cuda() if cuda is None else cuda
         facts = _facts(cuda, device)
     except Exception as error:
         facts = {"error": str(error)}
@@ -90,7 +89,6 @@ def connect_device(
                 f"rank {rank} cannot use its device: {theirs['error']}; arrays on devices need "
                 "cupy on all ranks (pip install 'hvdlite[cuda13]')"
             )
-    assert cuda is not None
     if not through_host:
         objection = nccl.find_objection(everywhere)
         if objection is None:

@@ -59,7 +59,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
     names = comm.allgather(f"{cuda.device_name(device)} ({cuda.bus_id(device)})")
     control = connect(MPI, World.split(MPI, comm.Dup()))
     transports = {"hvdlite staged": DeviceTransport(cuda, control, device)}
-    preferred = connect_device(control, device, cuda=cuda)
+    preferred = connect_device(control, device, cuda)
     if isinstance(preferred, NCCLTransport):
         transports["hvdlite nccl"] = preferred
     with torch_nccl(comm, device) if "hvdlite nccl" in transports else nullcontext() as distributed:
@@ -78,7 +78,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
 def nccl_serves(comm: MPI.Comm, cuda: Cuda, device: int) -> bool:
     """Return whether NCCL serves these ranks; collective."""
     control = connect(MPI, World.split(MPI, comm.Dup()))
-    transport = connect_device(control, device, cuda=cuda)
+    transport = connect_device(control, device, cuda)
     transport.close()
     control.close()
     return isinstance(transport, NCCLTransport)

@@ -148,7 +148,7 @@ class TestOrder:
             operation = total(rank)
             operation.ready.clear()  # the event
             result = rank.named.run(operation)
-            while not result.done():
+            while not result.work.done():
                 pass
             return rank.memory.read(result.take())
 

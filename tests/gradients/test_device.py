@@ -257,7 +257,7 @@ def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
         mark_all(rank, made, 0)
         made.finish()
         for _, result in list(rank.named.devices.under_way):
-            while not result.done():
+            while not result.work.done():
                 pass
         with pytest.raises(AssertionError):
             check(rank, made, 0, 2)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 
 import numpy as np
@@ -11,7 +10,6 @@ from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.registry import connect_device
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu import device_checks
@@ -142,7 +140,7 @@ def test_without_the_event_the_work_sees_old_data():
     def exchange(rank):
         stream, array = _producing(rank, rank.rank + 1.0)
         result = np.zeros_like(array)
-        rank.transport.enqueue(_sum(rank, array, result)).wait(10)
+        rank.transport.enqueue(_sum(rank, array, result)).wait()
         node_of(rank).synchronize(stream)
         return result
 
@@ -158,7 +156,7 @@ def test_without_waiting_a_reader_sees_the_old_result():
         work = rank.transport.enqueue(_sum(rank, array, result), [ready])
         node_of(rank).launch(stream, lambda: np.copyto(seen, result))
         node_of(rank).synchronize(stream)
-        work.wait(10)
+        work.wait()
         return seen, result
 
     for seen, result in on_all_ranks(exchange, connect(2)):
@@ -196,7 +194,7 @@ def test_arithmetic_takes_its_place_between_collectives():
             rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0))
             rank.transport.allreduce(array, array, Sum, Scaling())
 
-        rank.transport.enqueue(twice).wait(10)
+        rank.transport.enqueue(twice).wait()
         return array
 
     for array in on_all_ranks(exchange, connect(2)):
@@ -223,7 +221,7 @@ def test_averages_of_powers_of_two_cost_no_second_pass():
         array = np.full(8, rank.rank, np.float32)
         rank.transport.enqueue(
             lambda: rank.transport.allreduce(array, array, Sum, Scaling(1.0, rank.size))
-        ).wait(10)
+        ).wait()
         return array
 
     for size, passes in ((2, 0), (3, 3)):
@@ -264,22 +262,15 @@ def test_abort_is_idempotent():
 
 def test_a_peer_that_does_not_come_is_an_error_in_time():
     """Rank 1 never calls; rank 0's device would wait for ever."""
-    rank, _ = connect(2)
+    rank, _ = connect(2, timeout=0.1)
     array = np.ones(4, np.float32)
     work = rank.transport.enqueue(_sum(rank, array, array))
     assert not work.done()
     with pytest.raises(HorovodInternalError, match=r"nothing came for 0\.1 s; a rank has ended"):
-        work.wait(0.1)
+        work.wait()
     assert node_of(rank).communicators[0].aborts == 1
     with pytest.raises(HorovodInternalError, match="nothing came"):
         work.done()  # the abort has ended it, and it must not pass for done
-
-
-def test_the_transport_knows_how_long_to_wait():
-    rank, _ = connect(2, timeout=0.05)
-    array = np.ones(4, np.float32)
-    with pytest.raises(HorovodInternalError, match="nothing came"):
-        rank.transport.enqueue(_sum(rank, array, array)).wait()
 
 
 def test_an_error_while_waiting_ends_the_wait():
@@ -350,7 +341,7 @@ def test_an_error_of_the_device_ends_every_wait():
     work = rank.transport.enqueue(_sum(rank, array, array))
     work._event.error = RuntimeError("cudaErrorIllegalAddress")
     with pytest.raises(HorovodInternalError, match=r"rank 0: .*cudaErrorIllegalAddress"):
-        work.wait(10)
+        work.wait()
     assert node_of(rank).communicators[0].aborts == 1
 
 
@@ -436,12 +427,6 @@ def test_close_aborts_what_does_not_end():
     assert (communicator.aborts, communicator.destroyed) == (1, False)
 
 
-def test_without_cupy_it_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(HorovodInternalError, match=r"rank 0 .*pip install 'hvdlite\[cuda13\]'"):
-        connect_device(Loopback(), 0)
-
-
 def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
     node = FakeNode()
     cudas = [FakeCuda(node, "0"), FakeCuda(node, "1")]
@@ -453,7 +438,7 @@ def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
 
     def refused(control):
         with pytest.raises(HorovodInternalError, match=r"rank 1 .*invalid device ordinal"):
-            connect_device(control, 0, cuda=cudas[control.rank])
+            connect_device(control, 0, cudas[control.rank])
 
     on_all_ranks(refused, Simulation(2).transports)
 
@@ -462,7 +447,7 @@ def test_all_ranks_use_the_control_transport_in_the_same_way():
     simulation = Simulation(2)
     node = FakeNode()
     on_all_ranks(
-        lambda control: connect_device(control, 0, cuda=FakeCuda(node, str(control.rank))),
+        lambda control: connect_device(control, 0, FakeCuda(node, str(control.rank))),
         simulation.transports,
     )
     assert simulation.calls == [["gather", "broadcast", "gather"]] * 2

@@ -17,7 +17,7 @@ def connect(size, chunk_bytes):
     node = FakeNode()
     return [
         Rank(
-            DeviceTransport(FakeCuda(node), control, 0, None, chunk_bytes),
+            DeviceTransport(FakeCuda(node), control, 0, chunk_bytes=chunk_bytes),
             control,
             _upload,
             _download,
