@@ -163,9 +163,7 @@ class Rounds:
         return dict(zip(self._lane.transport.members, values, strict=False))
 
     def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
-        for key in decision.differing:
-            self._fail_differing(key)
-        for keys in decision.clashing:
+        for keys in decision.differing:
             self._fail_differing(keys[self._lane.transport.members[self._lane.transport.rank]])
         if decision.parted:
             self._compare_calls(decision)
@@ -174,7 +172,7 @@ class Rounds:
         stand_ins = self._stand_in(decision.substituted)
         ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
         self._execute(fuse(ready, self._lane.settings.fusion_threshold), pending)
-        if not (decision.ready or decision.differing or decision.clashing or decision.failed):
+        if not (decision.ready or decision.differing or decision.failed):
             self._report_stall(decision)
             self._pause()
 
