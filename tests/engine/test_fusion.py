@@ -13,8 +13,8 @@ from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.engine import Lane, Operation, runtime
-from hvdlite.engine.fusion import fuse
 from hvdlite.engine.operation import Barrier, Signature
+from hvdlite.engine.rounds import fuse
 from hvdlite.errors import HorovodInternalError, MismatchError
 from tests.harness import ranks, run_script
 from tests.references import check_reduction, dtype_of, sample, samples

@@ -85,9 +85,9 @@ def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
     return copy_out, (chunk.split(output), chunk.results, lane)
 
 
-# The work of a rank between two generations: what the others wait for, done before this rank arrives
-# at the next one; and what it needs alone, done between that and the wait for them, so that an early
-# rank has something to do. No generation follows the last step.
+# The work of a rank between two generations: what the others wait for, done before this rank
+# arrives at the next one; and what it needs alone, done between that and the wait for them, so that
+# an early rank has something to do. No generation follows the last step.
 _Step = tuple[list[Call], list[Call]]
 
 
