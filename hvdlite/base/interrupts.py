@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.errors import HorovodInternalError
 
@@ -45,15 +45,9 @@ class Interrupted(BaseException):
     """A wait has ended early so that a signal's handler can run; the wait can be resumed."""
 
 
-class Worker(Protocol):
-    """An object that can complete work that an exception has interrupted."""
-
-    def take_over(self) -> None:
-        """Complete the work that the main thread has begun."""
-
-
-#: Called when a handler has raised: nobody may be waiting for the main thread's submissions.
-workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+#: The lanes, whose `take_over` is called when a handler has raised: nobody may be waiting for the
+#: main thread's submissions.
+workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def uninterrupted(function: _Function) -> _Function:

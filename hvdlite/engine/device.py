@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdlite.base.settings import Settings
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport import Transport
 
 if TYPE_CHECKING:
+    from hvdlite.engine.lane import Lane
     from hvdlite.transport.gpu.base import DeviceTransport, FlatArray, Work
     from hvdlite.transport.gpu.cuda import Cuda
 
@@ -125,20 +124,12 @@ class DeviceExecutor:
 
     Only the thread that drives the lane may call `execute` and `check`.
 
-    Args:
-        control: The lane's host transport.
-        report: Has the lane's thread call `check` soon, though it may have nothing to do.
-
     Attributes:
-        control: The argument; it may be replaced as long as there is no device transport.
         under_way: The start times and results of operations that the device may not have finished.
     """
 
-    def __init__(
-        self, control: Transport, settings: Settings, report: Callable[[], object]
-    ) -> None:
-        self.control = control
-        self._report = report
+    def __init__(self, lane: Lane) -> None:
+        self._lane, settings = lane, lane.settings
         self._through_host = settings.device_transport == "host"
         self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
         settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
@@ -198,7 +189,7 @@ class DeviceExecutor:
             now = time.monotonic()
             self._stall.check(now - self.under_way[0][0])
             if now - max(self.under_way[0][0], self._seen_alive) > _ALIVE_SECONDS:
-                self.control.check_alive()
+                self._lane.transport.check_alive()
                 self._seen_alive = now
 
     def abort(self, reason: str) -> None:
@@ -218,9 +209,13 @@ class DeviceExecutor:
             from hvdlite.transport.registry import connect_device
 
             self._transport = connect_device(
-                self.control, memory.index, memory.cuda, self._timeout, self._through_host
+                self._lane.transport,
+                memory.index,
+                memory.cuda,
+                self._timeout,
+                self._through_host,
             )
-            self._transport.report = self._report
+            self._transport.report = self._lane.report_device
         return self._transport
 
     def _describe(self) -> str:

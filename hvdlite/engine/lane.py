@@ -80,7 +80,7 @@ class Lane:
         transport.lane = name
         transport.confirms = supervisor.survives
         self.settings = settings
-        self.devices = DeviceExecutor(transport, settings, self._report_device)
+        self.devices = DeviceExecutor(self)
         self._watching = False
         self.queue = Queue(transport.members[transport.rank])
         self.operations = self.queue.operations
@@ -264,7 +264,6 @@ class Lane:
         transport.lane = self.name
         transport.confirms = True
         self.transport = transport
-        self.devices.control = transport
         self.rounds.replace(deliver)
 
     def abandon(self) -> None:
@@ -389,7 +388,7 @@ class Lane:
                 self.queue.asked = True
                 self._announce()
 
-    def _report_device(self) -> None:
+    def report_device(self) -> None:
         """Have the lane's thread see that the device has failed; any thread may call it."""
         self.ask()
         if deferred:

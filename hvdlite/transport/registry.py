@@ -1,4 +1,4 @@
-"""The registry of transports, and the choice of one for a world and for its devices."""
+"""The choice of a transport for a world, and for its devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, joi
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
-#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
-#: is the only registration.
-TRANSPORTS: tuple[type[Transport], ...] = (
-    Loopback,
-    SharedMemoryTransport,
-    HierarchicalTransport,
-    MPITransport,
-)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -39,7 +31,9 @@ def connect(
     shared_memory: bool = True,
     before: Transport | None = None,
 ) -> Transport:
-    """Return the best transport for a world's ranks; collective.
+    """Return the best transport for host arrays of a world's ranks; collective.
+
+    This is the only registration of such transports.
 
     Args:
         world: the ranks and their nodes; the transport makes communicators of its own.
@@ -50,8 +44,15 @@ def connect(
     barrier = None
     if shared_memory and len(set(world.nodes)) < world.comm.size:
         barrier = join_nodes(world, getattr(before, "arena", None))
-    made = (kind.connect(MPI, world, barrier) for kind in TRANSPORTS)
-    transport = next(each for each in made if each is not None)
+    transport: Transport
+    if world.comm.size == 1:
+        transport = Loopback()
+    elif barrier is None:
+        transport = MPITransport(MPI, world.comm, world.ids, world.create)
+    elif len(set(world.nodes)) == 1:
+        transport = SharedMemoryTransport(barrier, world.node.rank)
+    else:
+        transport = HierarchicalTransport(MPI, world, barrier)
     transport.members = world.ids
     return transport
 

@@ -146,7 +146,7 @@ class DeviceTransport(Transport):
         self._failure: str | None = None
         self._entered: int | None = None
         self._chunk_bytes = chunk_bytes
-        self._buffers = [_PinnedBuffer(self, cuda.pinned) for _ in range(2)]
+        self._buffers = [_PinnedBuffer(self) for _ in range(2)]
 
     def record(self, stream: int) -> Event:
         """Record an event after all work that a stream has been given so far; not collective."""
@@ -355,9 +355,8 @@ class DeviceTransport(Transport):
 class _PinnedBuffer:
     """Pinned host memory, and the event of the last copy to or from it."""
 
-    def __init__(self, transport: DeviceTransport, allocate: Callable[[int], Any]) -> None:
+    def __init__(self, transport: DeviceTransport) -> None:
         self._transport = transport
-        self._allocate = allocate
         self._memory = np.empty(0, np.uint8)
         self.event: Event | None = None
 
@@ -370,7 +369,7 @@ class _PinnedBuffer:
         """Wait for the device, and return the first bytes for the host to use."""
         self.wait()
         if nbytes > self._memory.size:
-            self._memory = self._allocate(nbytes)
+            self._memory = self._transport._cuda.pinned(nbytes)
         return self._memory[:nbytes]
 
     def room(self, nbytes: int) -> Any:
