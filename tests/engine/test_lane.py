@@ -534,24 +534,6 @@ class TestClose:
             ):
                 handle.wait()
 
-    def test_it_ends_a_wait_in_another_thread(self):
-        lanes = Lanes(2)
-        errors = []
-
-        def run():
-            try:
-                lanes[0].run(total("a", 1))
-            except HorovodInternalError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        time.sleep(0.02)
-        assert not lanes[0].close(0.1)
-        thread.join(5)
-        assert len(errors) == 1
-        assert "'a' failed: shut down while waiting for other ranks in 'a'" in errors[0]
-
 
 class TestStall:
     def test_a_rank_that_has_submitted_nothing(self, caplog):
