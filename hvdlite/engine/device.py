@@ -35,15 +35,15 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class DeviceMemory(Protocol):
-    """The memory of one device, as a framework manages it: in tensors, used by streams."""
+    """The memory of one device, as a framework manages it: in tensors, used by streams.
 
-    @property
-    def cuda(self) -> Cuda:
-        """The CUDA runtime of this process."""
+    Attributes:
+        cuda: The CUDA runtime of this process.
+        index: The number of the device.
+    """
 
-    @property
-    def index(self) -> int:
-        """The number of the device."""
+    cuda: Cuda
+    index: int
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return a flat uninitialised tensor, allocated on the thread's current stream."""

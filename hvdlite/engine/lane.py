@@ -118,10 +118,6 @@ class Lane:
         """Declare that no operation uses such an array any more, see `Transport.release`."""
         self.transport.release(array)
 
-    def reclaim(self, array: Any) -> None:
-        """Declare that operations use a released array again, see `Transport.reclaim`."""
-        self.transport.reclaim(array)
-
     def zero_copy_range(self, size: int) -> slice:
         """Return the `Transport.zero_copy_range` of such an array.
 

@@ -265,11 +265,6 @@ class ProcessSets:
         for number, process_set in self._sets.items():
             process_set.ranks = whole.numbers(self._ids[number])
 
-    def begin_close(self) -> None:
-        """Make all engines refuse new operations: others may wait for this rank in any."""
-        for engine in self._engines.values():
-            engine.begin_close()
-
     def close(self) -> bool:
         """Close all engines, in the time that the settings allow, and unregister the sets.
 
@@ -279,7 +274,8 @@ class ProcessSets:
             Whether all ranks have closed them.
         """
         deadline = time.monotonic() + self._global.settings.shutdown_timeout_seconds
-        self.begin_close()
+        for engine in self._engines.values():  # all first: others may wait for this rank in any
+            engine.begin_close()
         for number in sorted(self._engines, reverse=True):
             engine = self._engines[number]
             if engine.close(max(deadline - time.monotonic(), 0.0)):

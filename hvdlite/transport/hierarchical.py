@@ -37,7 +37,7 @@ class HierarchicalTransport(MPITransport):
         self._node = _NodeTransport(barrier, world.node.rank, cross, min(ranks))
         self._cross = cross
         self._nodes = len(ranks)
-        self.arena = barrier.arena
+        self.barrier = barrier
 
     def revoke(self) -> None:
         """Revoke the communicators, and end waits on this node for this rank."""

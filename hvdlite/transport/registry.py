@@ -43,7 +43,7 @@ def connect(
     """
     barrier = None
     if shared_memory and len(set(world.nodes)) < world.comm.size:
-        barrier = join_nodes(world, getattr(before, "arena", None))
+        barrier = join_nodes(world, getattr(before, "barrier", None))
     transport: Transport
     if world.comm.size == 1:
         transport = Loopback()

@@ -197,7 +197,7 @@ class TestPlaces:
                 kept += send, result
             assert len(os.listdir("/proc/self/fd")) == before
             made.gather(b"")
-            for slot in made._barrier.others:
+            for slot in made.barrier.others:
                 assert len(slot.peer._regions) <= 4
 
 
@@ -253,13 +253,13 @@ class TestMovement:
             for turn in range(3):
                 for number, (send, result) in enumerate(pairs):
                     send[...], result[...] = made.rank + number, turn
-                before = made._barrier.last
+                before = made.barrier.last
                 made.announce(pairs)
                 made.meet([bytes(16)], checks.on_wait)
                 for send, result in pairs:
                     made.allreduce(send, result, Sum, Scaling())
                 getattr(made, end)()
-                assert made._barrier.last == before + 2
+                assert made.barrier.last == before + 2
                 for number, (_, result) in enumerate(pairs):
                     assert (result == sum(range(made.size)) + number * made.size).all()
 
@@ -310,11 +310,11 @@ class TestDataWithDigests:
             for count in counts:
                 arrays = samples(size, dtype, count)
                 for copy in range(2):
-                    made._barrier.own.chunk(copy, LARGEST_CHUNK, np.dtype(np.uint8))[:] = 0xAA
+                    made.barrier.own.chunk(copy, LARGEST_CHUNK, np.dtype(np.uint8))[:] = 0xAA
                 assert made.meet([bytes(16)], checks.on_wait, [arrays[made.rank]]) == 1
                 if count == 1023:  # the others read none of this rank's slice
                     own = slice_of(made.rank, count, size)
-                    brought = made._barrier.own.chunk(made._brought, count, dtype_of(dtype))
+                    brought = made.barrier.own.chunk(made._brought, count, dtype_of(dtype))
                     assert (brought[own].view(np.uint8) == 0xAA).all()
                 result = np.empty_like(arrays[0])
                 made.allreduce(arrays[made.rank], result, Sum, Scaling())
