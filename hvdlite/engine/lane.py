@@ -458,8 +458,7 @@ class Lane:
             self._broken, self.failure = True, reason
         for operation in self.queue.take_all():
             failure = HorovodInternalError(
-                f"rank {self.transport.members[self.transport.rank]}: {operation.title} failed: "
-                f"{reason}"
+                f"rank {self.queue.rank}: {operation.title} failed: {reason}"
             )
             failure.__cause__ = error
             operation.handle.finish(error=failure)

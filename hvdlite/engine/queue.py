@@ -22,6 +22,7 @@ class Queue:
         lock: Lock for any change here. `add` and `close` are called with it held; the other methods
             take it themselves.
         changed: Condition of the same lock, to wait for a change.
+        rank: This rank's id, which messages name.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
         asked: Whether this rank, if it has no operation, reports what it does elsewhere.
@@ -35,7 +36,7 @@ class Queue:
         self.closing = self.asked = False
         self.last = ""
         self.gave_up = -math.inf, ""
-        self._rank = rank
+        self.rank = rank
         self.operations: dict[str, Operation] = {}
         self._memory = MemoryInUse()
         # The only operation, if it is not in _memory yet.
@@ -58,7 +59,7 @@ class Queue:
             raise HorovodInternalError(f"{operation.name!r} cannot be submitted: {self._refusal}")
         if operation.key in self.operations:
             raise ValueError(
-                f"rank {self._rank}: an operation named {operation.name!r} is still on "
+                f"rank {self.rank}: an operation named {operation.name!r} is still on "
                 "its way; wait for it, or give this one another name"
             )
         if self.operations or operation.uses_memory_twice:
@@ -80,7 +81,7 @@ class Queue:
                 also = f"{other.name!r}, which is still on its way"
                 found = f"{operation.name!r} uses the same memory as {also}"
             raise MemoryInUseError(
-                f"rank {self._rank}: {found}, and a result is written to it (in place or by out=); "
+                f"rank {self.rank}: {found}, and a result is written to it (in place or by out=); "
                 "wait for one before the next, or give each an array of its own"
             )
 

@@ -163,7 +163,7 @@ class Rounds:
 
     def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
         for keys in decision.differing:
-            self._fail_differing(keys[self._lane.transport.members[self._lane.transport.rank]])
+            self._fail_differing(keys[self._queue.rank])
         if decision.parted:
             self._compare_calls(decision)
         if decision.failed or decision.closing:
@@ -204,7 +204,7 @@ class Rounds:
         reports = {key: call.report() for key, call in here.items()}
         messages = self._lane.transport.gather(pickle.dumps(reports))
         everywhere = self._by_member([pickle.loads(message) for message in messages])
-        own = self._lane.transport.members[self._lane.transport.rank]
+        own = self._queue.rank
         for key, calls in agreement.compare_calls(decision, everywhere).items():
             if key in here and here[key].calls.learn(here[key], calls) and own == min(calls):
                 _log.warning("%s", agreement.parted_text(calls))
@@ -331,7 +331,7 @@ class Rounds:
             self._next_report = waited + interval
             _log.warning(
                 "rank %d: waited %.0f s for %s%s; %s",
-                self._lane.transport.members[self._lane.transport.rank],
+                self._queue.rank,
                 waited,
                 agreement.report_missing(decision.missing),
                 decision.astray and f"; {decision.astray}",
