@@ -48,8 +48,14 @@ class ProcessSet:
         self.comm = None
         if hasattr(ranks_or_comm, "Get_group"):
             self.comm, self.ranks = ranks_or_comm, None
-        else:
-            self.ranks = _sorted(ranks_or_comm)
+            return
+        try:
+            self.ranks = sorted(map(operator.index, ranks_or_comm))
+        except TypeError:
+            raise ValueError(
+                "a process set needs a list of integers, the numbers of its ranks; found "
+                f"{ranks_or_comm!r}"
+            ) from None
 
     def size(self) -> int | None:
         """Return the number of ranks; None: the set is not registered."""
@@ -101,15 +107,6 @@ class ProcessSet:
                 f"found {ranks}"
             )
         return tuple(whole.ids[rank] for rank in ranks)
-
-
-def _sorted(ranks: Sequence[int]) -> list[int]:
-    try:
-        return sorted(map(operator.index, ranks))
-    except TypeError:
-        raise ValueError(
-            f"a process set needs a list of integers, the numbers of its ranks; found {ranks!r}"
-        ) from None
 
 
 #: All ranks.

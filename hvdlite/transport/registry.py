@@ -80,7 +80,13 @@ def connect_device(
         HorovodInternalError: a rank cannot use its device; on all ranks.
     """
     try:
-        facts = _facts(cuda, device)
+        version = cuda.nccl_version()
+        facts: dict[str, Any] = {
+            "nccl": version,
+            "host": _host(),
+            "device": cuda.bus_id(device),
+            "sharing": version >= _SHARING_VERSION and os.environ.get(_SHARING) == "1",
+        }
     except Exception as error:
         facts = {"error": str(error)}
     everywhere = [json.loads(message) for message in control.gather(json.dumps(facts).encode())]
@@ -99,17 +105,6 @@ def connect_device(
         if control.rank == 0:
             _log.warning("device arrays go through host memory, which is slower: %s", objection)
     return DeviceTransport(cuda, control, device, timeout)
-
-
-def _facts(cuda: Cuda, device: int) -> dict[str, Any]:
-    """Return what the other ranks have to know of this one's device."""
-    version = cuda.nccl_version()
-    return {
-        "nccl": version,
-        "host": _host(),
-        "device": cuda.bus_id(device),
-        "sharing": version >= _SHARING_VERSION and os.environ.get(_SHARING) == "1",
-    }
 
 
 def _host() -> str:
