@@ -61,7 +61,6 @@ class Lane:
 
     Attributes:
         queue, devices, stall, settings: Its own, which its `Rounds` use.
-        operations: The operations in flight by key; read only.
         failure: Why rounds cannot go on; None: they can.
         is_released: Whether the transport has been closed with the lane.
         all_lanes: Returns the lanes of this rank, those of process sets included.
@@ -83,7 +82,6 @@ class Lane:
         self.devices = DeviceExecutor(self)
         self._watching = False
         self.queue = Queue(transport.members[transport.rank])
-        self.operations = self.queue.operations
         self.all_lanes: Callable[[], Iterable[Lane]] = lambda: ()
         self._looked = 0.0
         self._lock, self._changed = self.queue.lock, self.queue.changed
@@ -277,7 +275,7 @@ class Lane:
     def take_over(self) -> None:
         """Have the lane's thread run the pending operations, which may have lost their waiter."""
         with self._lock:
-            if self.queue:
+            if self.queue.operations:
                 self._announce()
 
     @uninterrupted
@@ -400,7 +398,7 @@ class Lane:
         while True:
             with self._changed:
                 self._sleep()
-            if self.queue and not self.queue.closing:
+            if self.queue.operations and not self.queue.closing:
                 self._let_more_come()
             if self.rounds.closed or self._broken:
                 return

@@ -44,9 +44,6 @@ class Queue:
         self._refusal: str | None = None
         self._changes = self._changes_reported = 0
 
-    def __len__(self) -> int:
-        return len(self.operations)
-
     def add(self, operation: Operation) -> None:
         """Append an operation.
 

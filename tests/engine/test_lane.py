@@ -437,7 +437,7 @@ class TestFailure:
 
         def interrupt(elapsed):
             waiting.set()
-            if len(lanes[0].queue) == 2:
+            if len(lanes[0].queue.operations) == 2:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(lanes[0].stall, "check", interrupt)
