@@ -128,10 +128,10 @@ class Lane:
     @uninterrupted
     def pending(self) -> list[Pending]:
         """Return the operations that have not ended."""
-        members = tuple(self.transport.members)
+        members, now = tuple(self.transport.members), time.monotonic()
         return [
-            Pending(f"{self.name}: {name}", title, seconds, members)
-            for name, title, seconds in self.queue.pending()
+            Pending(f"{self.name}: {each.name}", each.title, now - each.submitted, members)
+            for each in self.queue.oldest()
         ]
 
     def submit(self, operation: Operation, begin: bool = True) -> Handle:

@@ -105,8 +105,8 @@ class Queue:
         with self.lock:
             self._refusal = None
 
-    def oldest(self, count: int) -> list[Operation]:
-        """Return the first operations, ``count`` at most."""
+    def oldest(self, count: int | None = None) -> list[Operation]:
+        """Return the first operations, ``count`` at most; None: all."""
         with self.lock:
             return list(itertools.islice(self.operations.values(), count))
 
@@ -167,13 +167,6 @@ class Queue:
             done = tuple(elsewhere), waited, self.last, status.steps()
             return Pending(descriptions, self.closing, joined, *done)
 
-    def pending(self) -> list[tuple[str, str, float]]:
-        """Return name, title and the seconds since the submission of each operation."""
-        now = time.monotonic()
-        with self.lock:
-            operations = list(self.operations.values())
-        return [(each.name, each.title, now - each.submitted) for each in operations]
-
     def has_changed(self) -> bool:
         """Return whether there is news since the last `report`; called with ``lock`` held."""
         return self._changes != self._changes_reported
@@ -186,30 +179,27 @@ class Queue:
 
     def waited(self) -> float:
         """Return the seconds since the oldest operation that is not exempt was submitted."""
-        with self.lock:
-            pending = [each.submitted for each in self.operations.values() if not each.stall_exempt]
+        pending = [each.submitted for each in self.oldest() if not each.stall_exempt]
         return time.monotonic() - min(pending) if pending else 0.0
 
     def stuck(self, seconds: float) -> list[str]:
         """Return the titles of the operations that are not exempt and have waited for so long."""
         since = time.monotonic() - seconds
-        with self.lock:
-            operations = list(self.operations.values())
         return [
-            each.title for each in operations if each.submitted <= since and not each.stall_exempt
+            each.title
+            for each in self.oldest()
+            if each.submitted <= since and not each.stall_exempt
         ]
 
     def is_stall_exempt(self) -> bool:
         """Return whether all that is pending may wait without limit."""
-        with self.lock:
-            operations = list(self.operations.values())
+        operations = self.oldest()
         if not operations:
             return not self.closing
         return all(operation.stall_exempt for operation in operations)
 
     def describe(self) -> str:
         """Return the names of the first operations."""
-        with self.lock:
-            titles = [operation.title for operation in self.operations.values()]
+        titles = [operation.title for operation in self.oldest()]
         shown = ", ".join(titles[:4]) or "shutdown()"
         return shown + (f" and {len(titles) - 4} more" if len(titles) > 4 else "")
