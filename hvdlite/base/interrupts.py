@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
@@ -115,12 +116,8 @@ def leave() -> None:
 
 def is_from_handler(error: BaseException) -> bool:
     """Return whether a signal's handler has raised an exception."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is _call.__code__:
-            return True
-        trace = trace.tb_next
-    return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is _call.__code__ for frame, _ in frames)
 
 
 def is_due() -> bool:
