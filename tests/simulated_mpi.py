@@ -49,7 +49,6 @@ class Exception(Exception):  # noqa: N818 - as in mpi4py
         self._code = code
 
     def Get_error_class(self) -> int:  # noqa: N802
-        """Return the code."""
         return self._code
 
     Get_error_code = Get_error_class
@@ -375,7 +374,6 @@ class Status:
     error = SUCCESS
 
     def Get_source(self) -> int:  # noqa: N802
-        """Return the rank of the sender."""
         return self.source
 
 
@@ -395,7 +393,6 @@ class Request:
         self._has_ended = False
 
     def Test(self) -> bool:  # noqa: N802
-        """Return whether it has come to its end."""
         return bool(self._comm.turn(f"Test of {self._doing}", self._poll))
 
     @staticmethod
@@ -428,7 +425,7 @@ class Request:
 
 
 class Comm:
-    """A communicator, as one rank has it."""
+    """A communicator, as one rank has it; the methods are those of mpi4py."""
 
     def __init__(self, shared: _Shared, process: Process) -> None:
         self._shared = shared
@@ -507,15 +504,12 @@ class Comm:
             raise Exception(ERR_REVOKED)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         return self._all("allgather", copy.deepcopy(value))
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the root's value."""
         return self._all("bcast", copy.deepcopy(value))[root]
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
-        """Copy the root's array."""
         array = _array(buffer)
         array[...] = self._all("Bcast", array.copy())[root]
 
@@ -526,7 +520,6 @@ class Comm:
         array[...] = _reduced(self._all("Allreduce", array.copy()), op)
 
     def Iallreduce(self, send: Any, result: Any, op: Any) -> Request:  # noqa: N802
-        """Begin to reduce."""
 
         def finish(given: list[Any]) -> None:
             result[...] = _reduced(given, op)
@@ -534,7 +527,6 @@ class Comm:
         return self._start("Iallreduce", send.copy(), finish)
 
     def Iallgather(self, send: Any, result: Any) -> Request:  # noqa: N802
-        """Begin to gather arrays of one length."""
 
         def finish(given: list[Any]) -> None:
             result[...] = np.concatenate(given)
@@ -542,7 +534,6 @@ class Comm:
         return self._start("Iallgather", send.copy(), finish)
 
     def Iallgatherv(self, send: bytes, result: Sequence[Any]) -> Request:  # noqa: N802
-        """Begin to gather bytes."""
 
         def finish(given: list[Any]) -> None:
             result[0][...] = np.frombuffer(b"".join(given), np.uint8)
@@ -550,15 +541,12 @@ class Comm:
         return self._start("Iallgatherv", bytes(send), finish)
 
     def Ibarrier(self) -> Request:  # noqa: N802
-        """Begin to wait for all."""
         return self._start("Ibarrier", None, lambda given: None)
 
     def Dup(self) -> Comm:  # noqa: N802
-        """Duplicate it."""
         return self._made("Dup", 0, 0)
 
     def Split(self, color: int, key: int = 0) -> Comm:  # noqa: N802
-        """Split it."""
         return self._made("Split", color, key)
 
     def Split_type(self, kind: str, key: int = 0) -> Comm:  # noqa: N802
@@ -597,11 +585,9 @@ class Comm:
         self.turn("Revoke", revoke)
 
     def Is_revoked(self) -> bool:  # noqa: N802
-        """Return whether any rank has revoked it."""
         return bool(self.turn("Is_revoked", lambda: self._shared.is_revoked))
 
     def Get_failed(self) -> Group:  # noqa: N802
-        """Return the ranks that have died."""
         members = self._shared.members
         found = self.turn("Get_failed", lambda: [each for each in members if each.is_gone])
         return Group(found)
@@ -651,12 +637,10 @@ class Comm:
     # Messages
 
     def isend(self, value: Any, dest: int, tag: int = 0) -> Request:
-        """Send an object."""
         self._send(copy.deepcopy(value), dest, tag)
         return Request(self, "isend", lambda: None)
 
     def Isend(self, buffer: Any, dest: int, tag: int = 0) -> Request:  # noqa: N802
-        """Send an array."""
         self._send(_array(buffer).copy(), dest, tag)
         return Request(self, "Isend", lambda: None)
 
@@ -690,12 +674,10 @@ class Comm:
         return _PENDING
 
     def iprobe(self, source: int, tag: int = 0) -> bool:
-        """Return whether a message is there."""
         found = self.turn("iprobe", lambda: (self._find(source, tag, take=False),))
         return found[0] is not _PENDING
 
     def Iprobe(self, source: int, tag: int = 0, status: Status | None = None) -> bool:  # noqa: N802
-        """Return whether a message is there, and from whom."""
         (found,) = self.turn("Iprobe", lambda: (self._find(source, tag, take=False),))
         if found is _PENDING:
             return False
@@ -704,15 +686,12 @@ class Comm:
         return True
 
     def recv(self, buffer: Any, source: int, tag: int = 0) -> Any:
-        """Receive an object."""
         return self.turn("recv", lambda: self._find(source, tag, take=True))[2]
 
     def Recv(self, buffer: Any, source: int, tag: int = 0) -> None:  # noqa: N802
-        """Receive an array."""
         buffer[...] = self.turn("Recv", lambda: self._find(source, tag, take=True))[2]
 
     def Irecv(self, buffer: Any, source: int, tag: int = 0) -> Request:  # noqa: N802
-        """Begin to receive an array."""
         array = _array(buffer)
 
         def attempt() -> Any:

@@ -176,7 +176,7 @@ class GradientBuffers:
         if self._describe_use() == self._unused:
             self._is_lent = False
             for bucket, _ in self._small:
-                self._exchange.buckets.lane.reclaim(bucket.arrays.result)
+                self._exchange.buckets.lane.transport.reclaim(bucket.arrays.result)
             return
         # Gradients of the last step are kept, or added to. Their arrays are theirs, but whoever
         # keeps one gradient of each step would keep a bucket for each, so this is the last time.

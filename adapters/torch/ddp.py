@@ -107,7 +107,7 @@ class CommHookState:
         # DDP's ``join()`` has ranks that are done, and whose weights are old, call this as well.
         compares = given.index() == 0 and torch._C._current_autograd_node() is not None
         lane = self._engine.gradients
-        if compares and len(lane.members) > 1:
+        if compares and len(lane.transport.members) > 1:
             snapshot = self._check.begin(lane, self._engine.settings)
             bucket.start(given.gradients(), overlaps, snapshot, self._check.end)
         else:

@@ -75,7 +75,8 @@ def sparse_allreduce_async(
     def wait() -> torch.Tensor:
         (described, rows, _), (values, *_) = on_current_stream(handle.wait())
         described, values = to_tensor(described), to_tensor_like(values, own.values())
-        indices = _indices(name, described.split(rows), own, chosen, engine.named.members)
+        members = engine.named.transport.members
+        indices = _indices(name, described.split(rows), own, chosen, members)
         size = len(rows) if chosen is ReduceOp.AVERAGE else 1
         return _sum(indices, values, own, size)
 

@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.errors import HorovodInternalError
 
@@ -45,15 +46,9 @@ class Interrupted(BaseException):
     """A wait has ended early so that a signal's handler can run; the wait can be resumed."""
 
 
-class Worker(Protocol):
-    """An object that can complete work that an exception has interrupted."""
-
-    def take_over(self) -> None:
-        """Complete the work that the main thread has begun."""
-
-
-#: Called when a handler has raised: nobody may be waiting for the main thread's submissions.
-workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+#: The lanes, whose `take_over` is called when a handler has raised: nobody may be waiting for the
+#: main thread's submissions.
+workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def uninterrupted(function: _Function) -> _Function:
@@ -121,12 +116,8 @@ def leave() -> None:
 
 def is_from_handler(error: BaseException) -> bool:
     """Return whether a signal's handler has raised an exception."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is _call.__code__:
-            return True
-        trace = trace.tb_next
-    return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is _call.__code__ for frame, _ in frames)
 
 
 def is_due() -> bool:

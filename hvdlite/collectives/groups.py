@@ -13,9 +13,9 @@ from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.collectives.reducescatter import describe_reducescatter
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Handle, Operation, Signature, runtime
-from hvdlite.engine.fusion import fuse
 from hvdlite.engine.memory import Extent
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.rounds import fuse
 from hvdlite.transport import Transport
 
 

@@ -75,7 +75,7 @@ def run(
         holders = None if pool is None else pool.take_holders()
         if holders is not None:  # this is a spare, and the others have begun already
             for lane in engine.lanes:
-                lane.accept()
+                lane.queue.accept()
         else:
             # It names missing ranks, unlike the steps below.
             collectives.barrier(name="elastic.start")

@@ -116,7 +116,7 @@ class Recovery(Supervisor):
     def begin(self, engine: Engine) -> None:
         if self._pool.holders is not None:
             for lane in engine.lanes:
-                lane.refuse(_NO_STATE)
+                lane.queue.refuse(_NO_STATE)
 
     def watch(
         self,
@@ -235,7 +235,7 @@ class Recovery(Supervisor):
 
     def _is_on_device(self) -> bool:
         """Return whether any rank has exchanged arrays on a GPU, which rules out a recovery."""
-        is_here = any(lane.is_on_device for each in self._engines for lane in each.lanes)
+        is_here = any(lane.devices.is_connected for each in self._engines for lane in each.lanes)
         engine = self._engines[0]
         signature = Signature((("the operation", "add_process_set, on a device or not"),))
         name = engine.unnamed("add_process_set")
@@ -311,7 +311,7 @@ class Recovery(Supervisor):
         A thread that runs rounds notices the death itself or in `check`, and then waits.
         """
         lane.hold(lambda: lane in self._waiting)
-        failure = "arrays lie on a GPU" if lane.is_on_device else lane.failure
+        failure = "arrays lie on a GPU" if lane.devices.is_connected else lane.failure
         rounds = lane.rounds
         return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, failure)
 

@@ -94,7 +94,7 @@ class Engine:
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.joins: list[Handle] = []
-        self.calls = Calls(self.named.operations)
+        self.calls = Calls(self.named.queue.operations)
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:

@@ -62,9 +62,8 @@ class Decision:
         ready: Operations that every rank has submitted with one signature, in the order to run
             them; also those in which the ranks that lack them stand in, because they have joined.
         substituted: The ready ones in which ranks stand in.
-        differing: Operations that every rank has submitted, with different signatures.
-        clashing: For each name under which every rank waits for an operation, but not all
-            for one kind: the operation of each member.
+        differing: The operation of each member, where every rank has submitted one under a name,
+            with different signatures or of different kinds.
         failed: For each operation that cannot run, the reason.
         crossed: Those of them that are calls without a name, made in another order on each rank.
         parted: The ready ones that were called without a name, and at different places.
@@ -75,8 +74,7 @@ class Decision:
 
     ready: list[str] = field(default_factory=list)
     substituted: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-    clashing: list[dict[int, str]] = field(default_factory=list)
+    differing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     crossed: list[str] = field(default_factory=list)
     parted: list[str] = field(default_factory=list)
@@ -125,7 +123,7 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
         elif ranks and key not in substituted:
             waiting[key] = ranks
         elif len({entry.digest for entry in entries.values()}) > 1:
-            decision.differing.append(key)
+            decision.differing.append(dict.fromkeys(pending, key))
         else:
             decision.ready.append(key)
             if ranks:
@@ -352,7 +350,7 @@ def _sort_waiting(
                 by_name.setdefault(entry.name, {}).setdefault(rank, key)
     for keys in by_name.values():
         if len(keys) == len(tables):
-            decision.clashing.append(keys)
+            decision.differing.append(keys)
         elif not any(tables[rank][key].stall_exempt for rank, key in keys.items()):
             for key in dict.fromkeys(keys.values()):
                 title = next(table[key].title for table in tables.values() if key in table)

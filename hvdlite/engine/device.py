@@ -6,21 +6,21 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdlite.base.settings import Settings
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport import Transport
 
 if TYPE_CHECKING:
+    from hvdlite.engine.lane import Lane
     from hvdlite.transport.gpu.base import DeviceTransport, FlatArray, Work
     from hvdlite.transport.gpu.cuda import Cuda
 
@@ -35,15 +35,15 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class DeviceMemory(Protocol):
-    """The memory of one device, as a framework manages it: in tensors, used by streams."""
+    """The memory of one device, as a framework manages it: in tensors, used by streams.
 
-    @property
-    def cuda(self) -> Cuda:
-        """The CUDA runtime of this process."""
+    Attributes:
+        cuda: The CUDA runtime of this process.
+        index: The number of the device.
+    """
 
-    @property
-    def index(self) -> int:
-        """The number of the device."""
+    cuda: Cuda
+    index: int
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return a flat uninitialised tensor, allocated on the thread's current stream."""
@@ -99,11 +99,9 @@ class DeviceResult:
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
     """
 
-    transport: DeviceTransport
     work: Work
     memory: DeviceMemory
     tensors: Sequence[Any]
-    value: Any
 
     def take(self) -> Any:
         """Make the current stream's later work wait for the result, and return it.
@@ -114,20 +112,11 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        self.transport.check()
         self.work.wait_on(self.memory.stream())
         for tensor in self.tensors:
             self.memory.keep(tensor)
         self.tensors = ()
-        return self.value
-
-    def done(self) -> bool:
-        """Return whether the device has finished it.
-
-        Raises:
-            HorovodInternalError: The communication has failed.
-        """
-        return self.work.done()
+        return self.work.value
 
 
 class DeviceExecutor:
@@ -135,20 +124,12 @@ class DeviceExecutor:
 
     Only the thread that drives the lane may call `execute` and `check`.
 
-    Args:
-        control: The lane's host transport.
-        report: Has the lane's thread call `check` soon, though it may have nothing to do.
-
     Attributes:
-        control: The argument; it may be replaced as long as there is no device transport.
         under_way: The start times and results of operations that the device may not have finished.
     """
 
-    def __init__(
-        self, control: Transport, settings: Settings, report: Callable[[], object]
-    ) -> None:
-        self.control = control
-        self._report = report
+    def __init__(self, lane: Lane) -> None:
+        self._lane, settings = lane, lane.settings
         self._through_host = settings.device_transport == "host"
         self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
         settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
@@ -160,7 +141,7 @@ class DeviceExecutor:
 
     @property
     def is_connected(self) -> bool:
-        """True once there is a device transport."""
+        """True once there is a device transport: arrays in device memory have been exchanged."""
         return self._transport is not None
 
     def admit(self, operation: Operation, index: int) -> None:
@@ -182,17 +163,13 @@ class DeviceExecutor:
         memory = operation.memory
         assert memory is not None
         transport = self._connected(memory)
-        value: Any = None
-
-        def execute() -> None:
-            nonlocal value
-            value = operation.execute(transport, payloads)
-
         while len(self.under_way) >= _MAX_UNDER_WAY:
             time.sleep(_POLL_SECONDS)
             self.check()
-        work = transport.enqueue(execute, operation.ready)
-        result = DeviceResult(transport, work, memory, operation.tensors, value)
+        execute = partial(operation.execute, transport, payloads)
+        result = DeviceResult(
+            transport.enqueue(execute, operation.ready), memory, operation.tensors
+        )
         self.under_way.append((time.monotonic(), result))
         return result
 
@@ -206,13 +183,13 @@ class DeviceExecutor:
         if self._transport is None:
             return
         self._transport.check()
-        while self.under_way and self.under_way[0][1].done():
+        while self.under_way and self.under_way[0][1].work.done():
             self.under_way.popleft()
         if self.under_way:
             now = time.monotonic()
             self._stall.check(now - self.under_way[0][0])
             if now - max(self.under_way[0][0], self._seen_alive) > _ALIVE_SECONDS:
-                self.control.check_alive()
+                self._lane.transport.check_alive()
                 self._seen_alive = now
 
     def abort(self, reason: str) -> None:
@@ -232,9 +209,13 @@ class DeviceExecutor:
             from hvdlite.transport.registry import connect_device
 
             self._transport = connect_device(
-                self.control, memory.index, self._timeout, memory.cuda, self._through_host
+                self._lane.transport,
+                memory.index,
+                memory.cuda,
+                self._timeout,
+                self._through_host,
             )
-            self._transport.report = self._report
+            self._transport.report = self._lane.report_device
         return self._transport
 
     def _describe(self) -> str:

@@ -5,27 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.base import observers
 from hvdlite.base.interrupts import deferred, run_deferred, uninterrupted
 
+if TYPE_CHECKING:
+    from hvdlite.engine.lane import Lane
+
 # How often a sleeping waiter checks for deferred signal handlers.
 _CHECK_SECONDS = 0.05
 _waiting = threading.Lock()
-
-
-class Driver(Protocol):
-    """A lane, which can run operations in the thread that calls it."""
-
-    def drive(self, handle: Handle) -> None:
-        """Run pending operations until that of the handle has ended, unless another thread does.
-
-        Return early if a signal handler is due.
-        """
-
-    def take_over(self) -> None:
-        """Have another thread run pending operations."""
 
 
 class Handle:
@@ -39,7 +29,7 @@ class Handle:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.driver: Driver | None = None
+        self.driver: Lane | None = None
         self.finished = False
         self._result: Any = None
         self._error: BaseException | None = None

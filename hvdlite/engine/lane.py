@@ -60,9 +60,7 @@ class Lane:
             lane breaks then.
 
     Attributes:
-        members: The ids of the lane's ranks; see `World.ids`.
-        carrier: What carries the lane's bytes, in reports: the title of its transport.
-        operations: The operations in flight by key; read only.
+        queue, devices, stall, settings: Its own, which its `Rounds` use.
         failure: Why rounds cannot go on; None: they can.
         is_released: Whether the transport has been closed with the lane.
         all_lanes: Returns the lanes of this rank, those of process sets included.
@@ -75,40 +73,28 @@ class Lane:
         settings: Settings,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self.members = transport.members
         self.name = name
-        self.carrier = transport.title
         self.transport = transport
         self._supervisor = supervisor = supervisor or Supervisor()
         transport.lane = name
         transport.confirms = supervisor.survives
-        self._settings = settings
-        self._devices = DeviceExecutor(transport, settings, self._report_device)
+        self.settings = settings
+        self.devices = DeviceExecutor(self)
         self._watching = False
-        self._queue = Queue(transport.members[transport.rank])
-        self.operations = self._queue.operations
+        self.queue = Queue(transport.members[transport.rank])
         self.all_lanes: Callable[[], Iterable[Lane]] = lambda: ()
         self._looked = 0.0
-        self._lock, self._changed = self._queue.lock, self._queue.changed
-        self._stall = StallInspector(
+        self._lock, self._changed = self.queue.lock, self.queue.changed
+        self.stall = StallInspector(
             settings,
-            self._queue.describe,
+            self.queue.describe,
             lambda: self.transport.absent(),
-            self._queue.is_stall_exempt,
+            self.queue.is_stall_exempt,
             lambda: self.rounds.waiting,
             supervisor.check,
             self._wait_long,
         )
-        self.rounds = Rounds(
-            name,
-            self._queue,
-            transport,
-            self._devices,
-            self._stall,
-            settings,
-            self._elsewhere,
-            self._give_up,
-        )
+        self.rounds = Rounds(self)
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
@@ -130,10 +116,6 @@ class Lane:
         """Declare that no operation uses such an array any more, see `Transport.release`."""
         self.transport.release(array)
 
-    def reclaim(self, array: Any) -> None:
-        """Declare that operations use a released array again, see `Transport.reclaim`."""
-        self.transport.reclaim(array)
-
     def zero_copy_range(self, size: int) -> slice:
         """Return the `Transport.zero_copy_range` of such an array.
 
@@ -146,10 +128,10 @@ class Lane:
     @uninterrupted
     def pending(self) -> list[Pending]:
         """Return the operations that have not ended."""
-        members = tuple(self.members)
+        members, now = tuple(self.transport.members), time.monotonic()
         return [
-            Pending(f"{self.name}: {name}", title, seconds, members)
-            for name, title, seconds in self._queue.pending()
+            Pending(f"{self.name}: {each.name}", each.title, now - each.submitted, members)
+            for each in self.queue.oldest()
         ]
 
     def submit(self, operation: Operation, begin: bool = True) -> Handle:
@@ -178,11 +160,11 @@ class Lane:
         for observe in observers.current:
             observe("submit", self.name, (operation,))
         with self._lock:
-            self._queue.add(operation)
+            self.queue.add(operation)
             operation.is_protected = False
             operation.handle = handle  # now that it is known not to be in flight with another
             if operation.memory is not None:
-                self._devices.admit(operation, operation.memory.index)
+                self.devices.admit(operation, operation.memory.index)
             operation.lane = self.name
             handle.driver = self
             if begin or self._driver is not None:
@@ -276,30 +258,13 @@ class Lane:
         transport.lane = self.name
         transport.confirms = True
         self.transport = transport
-        self._devices.control = transport
-        self.members, self.carrier = transport.members, transport.title
-        self.rounds.replace(transport, deliver)
-
-    def refuse(self, reason: str) -> None:
-        """Refuse operations until `accept`, if they are not refused yet."""
-        with self._lock:
-            self._queue.refuse(reason)
-
-    def accept(self) -> None:
-        """Accept operations again after `refuse`."""
-        with self._lock:
-            self._queue.accept()
+        self.rounds.replace(deliver)
 
     def abandon(self) -> None:
         """End the lane's thread; nothing has been submitted, and nothing will be."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
-
-    @property
-    def is_on_device(self) -> bool:
-        """Return whether arrays in device memory have been exchanged."""
-        return self._devices.is_connected
 
     @property
     def communicators(self) -> list[Any]:
@@ -310,7 +275,7 @@ class Lane:
     def take_over(self) -> None:
         """Have the lane's thread run the pending operations, which may have lost their waiter."""
         with self._lock:
-            if self._queue:
+            if self.queue.operations:
                 self._announce()
 
     @uninterrupted
@@ -320,7 +285,7 @@ class Lane:
         Operations for which they still wait fail there, with this rank's number.
         """
         with self._changed:
-            self._queue.close("hvdlite has been shut down on this rank; call hvd.init() first")
+            self.queue.close("hvdlite has been shut down on this rank; call hvd.init() first")
             self._announce()
 
     def close(self, timeout: float) -> bool:
@@ -332,9 +297,9 @@ class Lane:
         """
         self.begin_close()
         if not self._join(timeout):
-            self._stall.abandon()
+            self.stall.abandon()
             if not self._join(1.0):  # it waits for the device
-                self._devices.abort("hvdlite was shut down on this rank")
+                self.devices.abort("hvdlite was shut down on this rank")
                 self._join(1.0)
         self._release()
         if deferred:
@@ -360,22 +325,22 @@ class Lane:
     def _release(self) -> None:
         if self.rounds.closed and not self.is_released:
             self.is_released = True
-            self._devices.close()
+            self.devices.close()
             self.transport.close()
 
-    def _elsewhere(self) -> tuple[list[str], float]:
+    def elsewhere(self) -> tuple[list[str], float]:
         """Return what this rank waits for in other lanes, and how long.
 
         A rank may wait there for this one, which waits here for that rank: neither lane alone can
         tell why.
         """
-        if self._queue.operations:
-            if self._queue.waited() < _ELSEWHERE_SECONDS:
+        if self.queue.operations:
+            if self.queue.waited() < _ELSEWHERE_SECONDS:
                 return [], 0.0
             self._look_elsewhere()
-        queues = [lane._queue for lane in self.all_lanes() if lane is not self]
+        queues = [lane.queue for lane in self.all_lanes() if lane is not self]
         titles = [title for queue in queues for title in queue.stuck(_ELSEWHERE_SECONDS)]
-        limit = self._settings.stall_shutdown_time_seconds
+        limit = self.settings.stall_shutdown_time_seconds
         since = time.monotonic() - limit
         given_up = [title for at, title in (queue.gave_up for queue in queues) if at > since]
         if given_up:
@@ -395,12 +360,13 @@ class Lane:
     def _look_elsewhere(self) -> None:
         """Let idle lanes take part in a round, in which others may wait for this rank."""
         now = time.monotonic()
-        if now - self._looked >= _ELSEWHERE_SECONDS <= self._queue.waited():
+        if now - self._looked >= _ELSEWHERE_SECONDS <= self.queue.waited():
             self._looked = now
             self._ask_others()
 
-    def _give_up(self, title: str) -> None:
-        self._queue.gave_up = time.monotonic(), title
+    def give_up(self, title: str) -> None:
+        """Remember an operation for which this rank has waited too long, and ask the others."""
+        self.queue.gave_up = time.monotonic(), title
         self._ask_others()
 
     def _ask_others(self) -> None:
@@ -413,10 +379,10 @@ class Lane:
         """Take part in a round, also without an operation."""
         with self._lock:
             if not self._has_work():
-                self._queue.asked = True
+                self.queue.asked = True
                 self._announce()
 
-    def _report_device(self) -> None:
+    def report_device(self) -> None:
         """Have the lane's thread see that the device has failed; any thread may call it."""
         self.ask()
         if deferred:
@@ -432,7 +398,7 @@ class Lane:
         while True:
             with self._changed:
                 self._sleep()
-            if self._queue and not self._queue.closing:
+            if self.queue.operations and not self.queue.closing:
                 self._let_more_come()
             if self.rounds.closed or self._broken:
                 return
@@ -448,13 +414,13 @@ class Lane:
     def _let_more_come(self) -> None:
         """Leave the GIL to the submitting thread; nobody waits yet, a waiter would drive."""
         for _ in range(_MAX_BURST_CYCLES):
-            time.sleep(self._settings.cycle_time * 1e-3)
-            if self._driver is not None or self._queue.quiet() > _BURST_SECONDS:
+            time.sleep(self.settings.cycle_time * 1e-3)
+            if self._driver is not None or self.queue.quiet() > _BURST_SECONDS:
                 return
 
     def _sleep(self) -> None:
         """Sleep until there is an operation to run or device work to check."""
-        self._watching = bool(self._devices.under_way)
+        self._watching = bool(self.devices.under_way)
         while not self._is_wanted():
             self._sleeping = True
             if not self._changed.wait(_WATCH_SECONDS if self._watching else None):
@@ -464,34 +430,33 @@ class Lane:
         """Return whether the lane's thread has to work, or to begin to watch the device."""
         return self._driver is None and (
             self._has_work()
-            or self._queue.asked
-            or (not self._watching and bool(self._devices.under_way))
+            or self.queue.asked
+            or (not self._watching and bool(self.devices.under_way))
         )
 
     def _has_work(self) -> bool:
         """Return whether this rank itself needs another round."""
-        return bool(self._queue.operations) or self._queue.closing or self._broken
+        return bool(self.queue.operations) or self.queue.closing or self._broken
 
     def _rests(self) -> bool:
-        self._devices.check()
-        return self.rounds.closed or not (self._has_work() or self._queue.asked)
+        self.devices.check()
+        return self.rounds.closed or not (self._has_work() or self.queue.asked)
 
     def _break(self, error: BaseException) -> None:
         # First tell the other ranks; if this fails too, there is no other channel.
         with contextlib.suppress(Exception):
             self.transport.leave()
         reason = describe_error(error)
-        self._devices.abort(reason)
+        self.devices.abort(reason)
+        self.queue.refuse(
+            f"an earlier failure ended communication: {reason}; end the job, or call "
+            "hvd.shutdown() and hvd.init() on all ranks"
+        )
         with self._changed:
             self._broken, self.failure = True, reason
-            self._queue.refuse(
-                f"an earlier failure ended communication: {reason}; end the job, or call "
-                "hvd.shutdown() and hvd.init() on all ranks"
-            )
-        for operation in self._queue.take_all():
+        for operation in self.queue.take_all():
             failure = HorovodInternalError(
-                f"rank {self.transport.members[self.transport.rank]}: {operation.title} failed: "
-                f"{reason}"
+                f"rank {self.queue.rank}: {operation.title} failed: {reason}"
             )
             failure.__cause__ = error
             operation.handle.finish(error=failure)

@@ -48,8 +48,14 @@ class ProcessSet:
         self.comm = None
         if hasattr(ranks_or_comm, "Get_group"):
             self.comm, self.ranks = ranks_or_comm, None
-        else:
-            self.ranks = _sorted(ranks_or_comm)
+            return
+        try:
+            self.ranks = sorted(map(operator.index, ranks_or_comm))
+        except TypeError:
+            raise ValueError(
+                "a process set needs a list of integers, the numbers of its ranks; found "
+                f"{ranks_or_comm!r}"
+            ) from None
 
     def size(self) -> int | None:
         """Return the number of ranks; None: the set is not registered."""
@@ -101,15 +107,6 @@ class ProcessSet:
                 f"found {ranks}"
             )
         return tuple(whole.ids[rank] for rank in ranks)
-
-
-def _sorted(ranks: Sequence[int]) -> list[int]:
-    try:
-        return sorted(map(operator.index, ranks))
-    except TypeError:
-        raise ValueError(
-            f"a process set needs a list of integers, the numbers of its ranks; found {ranks!r}"
-        ) from None
 
 
 #: All ranks.
@@ -265,11 +262,6 @@ class ProcessSets:
         for number, process_set in self._sets.items():
             process_set.ranks = whole.numbers(self._ids[number])
 
-    def begin_close(self) -> None:
-        """Make all engines refuse new operations: others may wait for this rank in any."""
-        for engine in self._engines.values():
-            engine.begin_close()
-
     def close(self) -> bool:
         """Close all engines, in the time that the settings allow, and unregister the sets.
 
@@ -279,7 +271,8 @@ class ProcessSets:
             Whether all ranks have closed them.
         """
         deadline = time.monotonic() + self._global.settings.shutdown_timeout_seconds
-        self.begin_close()
+        for engine in self._engines.values():  # all first: others may wait for this rank in any
+            engine.begin_close()
         for number in sorted(self._engines, reverse=True):
             engine = self._engines[number]
             if engine.close(max(deadline - time.monotonic(), 0.0)):

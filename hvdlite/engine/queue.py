@@ -19,9 +19,10 @@ class Queue:
     """The operations that have been submitted and have not ended, oldest first.
 
     Attributes:
-        lock: Lock for any change here. `add`, `close`, `refuse` and `accept` are called with it
-            held; the other methods take it themselves.
+        lock: Lock for any change here. `add` and `close` are called with it held; the other methods
+            take it themselves.
         changed: Condition of the same lock, to wait for a change.
+        rank: This rank's id, which messages name.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
         asked: Whether this rank, if it has no operation, reports what it does elsewhere.
@@ -35,16 +36,13 @@ class Queue:
         self.closing = self.asked = False
         self.last = ""
         self.gave_up = -math.inf, ""
-        self._rank = rank
+        self.rank = rank
         self.operations: dict[str, Operation] = {}
         self._memory = MemoryInUse()
         # The only operation, if it is not in _memory yet.
         self._alone: Operation | None = None
         self._refusal: str | None = None
         self._changes = self._changes_reported = 0
-
-    def __len__(self) -> int:
-        return len(self.operations)
 
     def add(self, operation: Operation) -> None:
         """Append an operation.
@@ -58,7 +56,7 @@ class Queue:
             raise HorovodInternalError(f"{operation.name!r} cannot be submitted: {self._refusal}")
         if operation.key in self.operations:
             raise ValueError(
-                f"rank {self._rank}: an operation named {operation.name!r} is still on "
+                f"rank {self.rank}: an operation named {operation.name!r} is still on "
                 "its way; wait for it, or give this one another name"
             )
         if self.operations or operation.uses_memory_twice:
@@ -80,7 +78,7 @@ class Queue:
                 also = f"{other.name!r}, which is still on its way"
                 found = f"{operation.name!r} uses the same memory as {also}"
             raise MemoryInUseError(
-                f"rank {self._rank}: {found}, and a result is written to it (in place or by out=); "
+                f"rank {self.rank}: {found}, and a result is written to it (in place or by out=); "
                 "wait for one before the next, or give each an array of its own"
             )
 
@@ -99,14 +97,16 @@ class Queue:
 
     def refuse(self, reason: str) -> None:
         """Refuse operations from now on; the first reason counts."""
-        self._refusal = self._refusal or reason
+        with self.lock:
+            self._refusal = self._refusal or reason
 
     def accept(self) -> None:
         """Accept operations again after `refuse`."""
-        self._refusal = None
+        with self.lock:
+            self._refusal = None
 
-    def oldest(self, count: int) -> list[Operation]:
-        """Return the first operations, ``count`` at most."""
+    def oldest(self, count: int | None = None) -> list[Operation]:
+        """Return the first operations, ``count`` at most; None: all."""
         with self.lock:
             return list(itertools.islice(self.operations.values(), count))
 
@@ -167,13 +167,6 @@ class Queue:
             done = tuple(elsewhere), waited, self.last, status.steps()
             return Pending(descriptions, self.closing, joined, *done)
 
-    def pending(self) -> list[tuple[str, str, float]]:
-        """Return name, title and the seconds since the submission of each operation."""
-        now = time.monotonic()
-        with self.lock:
-            operations = list(self.operations.values())
-        return [(each.name, each.title, now - each.submitted) for each in operations]
-
     def has_changed(self) -> bool:
         """Return whether there is news since the last `report`; called with ``lock`` held."""
         return self._changes != self._changes_reported
@@ -186,30 +179,27 @@ class Queue:
 
     def waited(self) -> float:
         """Return the seconds since the oldest operation that is not exempt was submitted."""
-        with self.lock:
-            pending = [each.submitted for each in self.operations.values() if not each.stall_exempt]
+        pending = [each.submitted for each in self.oldest() if not each.stall_exempt]
         return time.monotonic() - min(pending) if pending else 0.0
 
     def stuck(self, seconds: float) -> list[str]:
         """Return the titles of the operations that are not exempt and have waited for so long."""
         since = time.monotonic() - seconds
-        with self.lock:
-            operations = list(self.operations.values())
         return [
-            each.title for each in operations if each.submitted <= since and not each.stall_exempt
+            each.title
+            for each in self.oldest()
+            if each.submitted <= since and not each.stall_exempt
         ]
 
     def is_stall_exempt(self) -> bool:
         """Return whether all that is pending may wait without limit."""
-        with self.lock:
-            operations = list(self.operations.values())
+        operations = self.oldest()
         if not operations:
             return not self.closing
         return all(operation.stall_exempt for operation in operations)
 
     def describe(self) -> str:
         """Return the names of the first operations."""
-        with self.lock:
-            titles = [operation.title for operation in self.operations.values()]
+        titles = [operation.title for operation in self.oldest()]
         shown = ", ".join(titles[:4]) or "shutdown()"
         return shown + (f" and {len(titles) - 4} more" if len(titles) > 4 else "")

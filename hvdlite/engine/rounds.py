@@ -7,26 +7,24 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdlite.base import observers
-from hvdlite.base.settings import Settings
 from hvdlite.engine import agreement
 from hvdlite.engine.agreement import Decision, Pending
-from hvdlite.engine.device import DeviceExecutor
-from hvdlite.engine.fusion import fuse
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
-from hvdlite.engine.queue import Queue
-from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import GradientError, HorovodInternalError, MismatchError, ranks_text
 from hvdlite.observe import status
-from hvdlite.transport import NoRoomError, Transport
+from hvdlite.transport import NoRoomError
+
+if TYPE_CHECKING:
+    from hvdlite.engine.lane import Lane
 
 _log = logging.getLogger("hvdlite")
 _digest_of, _handle_of, _places_of = map(attrgetter, ("digest", "handle", "places"))
@@ -47,11 +45,6 @@ class Rounds:
     descriptions of what they have pending, and `agreement.decide` says, with the same outcome on
     every rank, what can run, what cannot and what waits.
 
-    Args:
-        elsewhere: Returns the titles of the operations for which this rank waits in other lanes,
-            and the seconds since the first of them was submitted.
-        give_up: Called with the title of an operation for which this rank has waited too long.
-
     Attributes:
         closed: Whether all ranks have closed the lane.
         pausing: Whether a pause between rounds waits for a change of the queue.
@@ -62,32 +55,16 @@ class Rounds:
         in_doubt: Delivers an outcome that this rank has and other ranks may lack.
     """
 
-    def __init__(
-        self,
-        name: str,
-        queue: Queue,
-        transport: Transport,
-        devices: DeviceExecutor,
-        stall: StallInspector,
-        settings: Settings,
-        elsewhere: Callable[[], tuple[list[str], float]] = lambda: ([], 0.0),
-        give_up: Callable[[str], object] = lambda title: None,
-    ) -> None:
+    def __init__(self, lane: Lane) -> None:
+        self._lane, self._queue = lane, lane.queue
         self.closed = False
         self.pausing = False
         self.waiting = False
         self._operations: list[Operation] = []  # of a round, until the digests are compared
         self._closes = False  # in this round
-        self._elsewhere, self._give_up = elsewhere, give_up
         self._has_gone_astray = False
-        self._name = name
-        self._queue = queue
-        self._transport = transport
-        self._devices = devices
-        self._stall = stall
-        self._settings = settings
         self._next_pause = _FIRST_PAUSE
-        self._next_report = settings.stall_check_time_seconds
+        self._next_report = lane.settings.stall_check_time_seconds
         self.confirmed = 0
         self.in_doubt: Callable[[], object] | None = None
 
@@ -99,23 +76,25 @@ class Rounds:
             Interrupted: A signal handler is due; run the round again afterwards.
         """
         if not self.waiting:
-            self._operations = self._queue.oldest(self._transport.max_digests)
+            self._operations = self._queue.oldest(self._lane.transport.max_digests)
             self._closes = self._queue.closing and not self._operations
-            if self._devices.under_way:
-                self._devices.check()  # first, so that a failure here stops all ranks
+            if self._lane.devices.under_way:
+                self._lane.devices.check()  # first, so that a failure here stops all ranks
             for observe in observers.current:
-                observe("meet", self._name, self._operations)
+                observe("meet", self._lane.name, self._operations)
         operations = self._operations
-        groups = fuse(operations, self._settings.fusion_threshold)
+        groups = fuse(operations, self._lane.settings.fusion_threshold)
         digests = [*map(_digest_of, operations)]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
         if operations and operations[0].places is not None and not self.waiting:
             places = [*itertools.takewhile(bool, map(_places_of, operations))]
-            if not self._transport.announce(places):
+            if not self._lane.transport.announce(places):
                 operations[0].places = None  # it will not lie there next time either
         self.waiting = True
         try:
-            agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
+            agreed = self._lane.transport.meet(
+                digests, self._lane.stall.check, _inline_data(groups)
+            )
         except NoRoomError as error:
             self.waiting = False
             for operation in groups[0]:  # the next round tells the other ranks
@@ -129,27 +108,26 @@ class Rounds:
             return
         outcome = None if agreed else self._negotiate()
         for observe in observers.current:
-            observe("agreed", self._name, operations)
+            observe("agreed", self._lane.name, operations)
         if outcome is not None:
             self._carry_out(*outcome)
         elif agreed == len(operations):
             self._execute(groups)
         else:
-            self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
+            self._execute(fuse(operations[:agreed], self._lane.settings.fusion_threshold))
 
-    def replace(self, transport: Transport, deliver: bool) -> None:
-        """Continue without ranks that have died.
+    def replace(self, deliver: bool) -> None:
+        """Continue over another transport, without ranks that have died.
 
         Args:
             deliver: Whether an outcome in doubt counts; otherwise its operations run again.
         """
-        self._transport = transport
         outcome, self.in_doubt = self.in_doubt, None
         if deliver and outcome is not None:
             self.confirmed += 1
             outcome()
         self.waiting, self._operations = False, []
-        self._queue.restart(transport.members)
+        self._queue.restart(self._lane.transport.members)
 
     def _close(self) -> None:
         self.closed = True
@@ -160,48 +138,46 @@ class Rounds:
         Otherwise a rank could continue with a result that the others can no longer compute after
         the death of a rank.
         """
-        if self._transport.confirms:
+        if self._lane.transport.confirms:
             self.in_doubt = outcome
             for observe in observers.current:
-                observe("confirm", self._name)
-            self._transport.confirm()
+                observe("confirm", self._lane.name)
+            self._lane.transport.confirm()
             self.in_doubt = None
             self.confirmed += 1
         for observe in observers.current:
-            observe("deliver", self._name)
+            observe("deliver", self._lane.name)
         outcome()
         for observe in observers.current:
-            observe("delivered", self._name)
+            observe("delivered", self._lane.name)
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
-        report = self._queue.report(*self._elsewhere())
-        messages = self._transport.gather(pickle.dumps(report))
+        report = self._queue.report(*self._lane.elsewhere())
+        messages = self._lane.transport.gather(pickle.dumps(report))
         pending = self._by_member([pickle.loads(message) for message in messages])
-        limit = self._settings.stall_shutdown_time_seconds or math.inf
+        limit = self._lane.settings.stall_shutdown_time_seconds or math.inf
         return agreement.decide(pending, give_up_after=limit), pending
 
     def _by_member(self, values: Sequence[Any]) -> dict[int, Any]:
-        return dict(zip(self._transport.members, values, strict=False))
+        return dict(zip(self._lane.transport.members, values, strict=False))
 
     def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
-        for key in decision.differing:
-            self._fail_differing(key)
-        for keys in decision.clashing:
-            self._fail_differing(keys[self._transport.members[self._transport.rank]])
+        for keys in decision.differing:
+            self._fail_differing(keys[self._queue.rank])
         if decision.parted:
             self._compare_calls(decision)
         if decision.failed or decision.closing:
             self._deliver(partial(self._refuse, decision))
         stand_ins = self._stand_in(decision.substituted)
         ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
-        self._execute(fuse(ready, self._settings.fusion_threshold), pending)
-        if not (decision.ready or decision.differing or decision.clashing or decision.failed):
+        self._execute(fuse(ready, self._lane.settings.fusion_threshold), pending)
+        if not (decision.ready or decision.differing or decision.failed):
             self._report_stall(decision)
             self._pause()
 
     def _refuse(self, decision: Decision) -> None:
         """Fail operations that cannot run, and refuse those that could not."""
-        half = self._settings.stall_shutdown_time_seconds / 2
+        half = self._lane.settings.stall_shutdown_time_seconds / 2
         gives_up = 0 < half < self._queue.waited() and not (decision.closing or decision.crossed)
         if gives_up:
             status.ask_launcher()  # while all ranks still wait
@@ -211,13 +187,12 @@ class Rounds:
                 kind = MismatchError if key in decision.crossed else HorovodInternalError
                 self._fail(operation, kind(why))
                 if gives_up:
-                    self._give_up(operation.title)
+                    self._lane.give_up(operation.title)
         if decision.closing:
-            with self._queue.lock:
-                self._queue.refuse(
-                    f"{ranks_text(decision.closing)} shut down already; run the same steps on all "
-                    "ranks, and call hvd.shutdown() after the last"
-                )
+            self._queue.refuse(
+                f"{ranks_text(decision.closing)} shut down already; run the same steps on all "
+                "ranks, and call hvd.shutdown() after the last"
+            )
 
     def _compare_calls(self, decision: Decision) -> None:
         """Exchange where operations were called without a name; warn on the lowest rank."""
@@ -227,9 +202,9 @@ class Rounds:
             if (operation := self._queue.operations.get(key)) and operation.call is not None
         }
         reports = {key: call.report() for key, call in here.items()}
-        messages = self._transport.gather(pickle.dumps(reports))
+        messages = self._lane.transport.gather(pickle.dumps(reports))
         everywhere = self._by_member([pickle.loads(message) for message in messages])
-        own = self._transport.members[self._transport.rank]
+        own = self._queue.rank
         for key, calls in agreement.compare_calls(decision, everywhere).items():
             if key in here and here[key].calls.learn(here[key], calls) and own == min(calls):
                 _log.warning("%s", agreement.parted_text(calls))
@@ -239,7 +214,7 @@ class Rounds:
         operation = self._queue.operations.get(key)  # None: this rank has joined
         call = operation and operation.call
         own = operation and (operation.signature, call and call.place)
-        messages = self._transport.gather(pickle.dumps(own))
+        messages = self._lane.transport.gather(pickle.dumps(own))
         self._deliver(partial(self._fail_by_signatures, operation, messages))
 
     def _fail_by_signatures(self, operation: Operation | None, messages: Sequence[bytes]) -> None:
@@ -259,12 +234,12 @@ class Rounds:
         own = {key: self._queue.operations.get(key) for key in keys}
         makers = {key: operation.stand_in() for key, operation in own.items() if operation}
         found: dict[str, Callable[[], Operation]] = {}
-        for message in self._transport.gather(pickle.dumps(makers)):
+        for message in self._lane.transport.gather(pickle.dumps(makers)):
             found = {**pickle.loads(message), **found}
         stand_ins = {key: found[key]() for key, operation in own.items() if operation is None}
         for operation in stand_ins.values():
             operation.handle = Handle(operation.name)  # no thread waits for it
-            operation.lane = self._name
+            operation.lane = self._lane.name
             operation.submitted = time.monotonic()
         return stand_ins
 
@@ -289,40 +264,40 @@ class Rounds:
         for group in groups:
             first, *others = group
             if pending is None:
-                payloads = [first.payload] * self._transport.size
+                payloads = [first.payload] * self._lane.transport.size
             else:
                 payloads = [_payload(each, first.key) for each in pending.values()]
             if first.failure is not None:
                 self._deliver(partial(self._fail, first, HorovodInternalError(first.failure)))
                 continue
-            if self._transport.confirms:
+            if self._lane.transport.confirms:
                 for operation in group:
                     operation.protect()
                     operation.is_protected = True
             for observe in observers.current:
-                observe("exchange", self._name, group)
+                observe("exchange", self._lane.name, group)
             try:
                 # An overflow shows in the result; an error would end the job for it.
                 with np.errstate(all="ignore"):
                     if others:
-                        results = first.execute_together(others, self._transport)
+                        results = first.execute_together(others, self._lane.transport)
                     elif first.memory is not None:
-                        results = [self._devices.execute(first, payloads)]
+                        results = [self._lane.devices.execute(first, payloads)]
                     else:
-                        results = [first.execute(self._transport, payloads)]
+                        results = [first.execute(self._lane.transport, payloads)]
             except (GradientError, MismatchError) as error:  # the same on all ranks
                 self._deliver(partial(self._fail, first, error))
                 continue
             for observe in observers.current:
-                observe("exchanged", self._name, group)
-            if self._transport.confirms:
+                observe("exchanged", self._lane.name, group)
+            if self._lane.transport.confirms:
                 self._deliver(partial(self._finish, group, results))
             elif first.places is None:
                 self._finish(group, results)
             else:
                 unfinished.append((group, results))
         if unfinished:
-            self._transport.complete()
+            self._lane.transport.complete()
         for group, results in unfinished:
             self._finish(group, results)
 
@@ -342,24 +317,55 @@ class Rounds:
 
     def _report_stall(self, decision: Decision) -> None:
         waited = self._queue.waited()
-        interval = self._settings.stall_check_time_seconds
+        interval = self._lane.settings.stall_check_time_seconds
         if waited < min(self._next_report, interval):  # for another operation
             self._next_report = interval
             self._has_gone_astray &= waited >= ASTRAY_SECONDS
         if waited < ASTRAY_SECONDS:
             self._has_gone_astray = False
         is_first = bool(decision.astray) and waited >= ASTRAY_SECONDS and not self._has_gone_astray
-        if (is_first or waited >= self._next_report) and not self._settings.stall_check_disable:
+        if (
+            is_first or waited >= self._next_report
+        ) and not self._lane.settings.stall_check_disable:
             self._has_gone_astray |= is_first
             self._next_report = waited + interval
             _log.warning(
                 "rank %d: waited %.0f s for %s%s; %s",
-                self._transport.members[self._transport.rank],
+                self._queue.rank,
                 waited,
                 agreement.report_missing(decision.missing),
                 decision.astray and f"; {decision.astray}",
                 agreement.LIKELY,
             )
+
+
+def fuse(operations: Iterable[Operation], limit: float) -> list[list[Operation]]:
+    """Group operations that may run together, up to ``limit`` bytes a group.
+
+    Groups come in the order of their first members, so ranks that have the same operations
+    make the same groups. An operation that has failed, or has no fusion key, is a group by itself.
+    """
+    operations = list(operations)
+    if len(operations) == 1:
+        return [operations]
+    groups: list[list[Operation]] = []
+    growing: dict[Hashable, tuple[list[Operation], int]] = {}
+    signature, kind = None, None
+    for operation in operations:
+        if operation.failure is not None:
+            signature, kind = None, None
+        elif operation.signature is not signature:  # else it is of the same kind as the last
+            signature, kind = operation.signature, operation.fusion
+        if kind is None or limit == 0:
+            groups.append([operation])
+            continue
+        group, filled = growing.get(kind, (None, 0))
+        if group is None or filled + operation.nbytes > limit:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(operation)
+        growing[kind] = group, filled + operation.nbytes
+    return groups
 
 
 def _payload(pending: Pending, key: str) -> bytes:

@@ -396,7 +396,7 @@ class GradientBuckets:
 
     def snapshot(self) -> Snapshot | None:
         """Return this rank's part of the comparison of replicas, if this step has one."""
-        if self.check is None or len(self.lane.members) == 1:
+        if self.check is None or len(self.lane.transport.members) == 1:
             return None
         return self.check.begin(self.lane, self._settings)
 

@@ -404,7 +404,7 @@ class GradientExchange:
         different = set(kinds.tolist()) - {ABSENT}
         if len(different) == 1 or all(kind & DENSE for kind in different):
             return
-        members = self.buckets.lane.members
+        members = self.buckets.lane.transport.members
         by_kind = []
         for kind in sorted(different):
             ranks = [members[rank] for rank in np.flatnonzero(kinds == kind).tolist()]

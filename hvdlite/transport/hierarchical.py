@@ -37,11 +37,7 @@ class HierarchicalTransport(MPITransport):
         self._node = _NodeTransport(barrier, world.node.rank, cross, min(ranks))
         self._cross = cross
         self._nodes = len(ranks)
-        self.arena = barrier.arena
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
-        return cls(MPI, world, barrier) if barrier else None
+        self.barrier = barrier
 
     def revoke(self) -> None:
         """Revoke the communicators, and end waits on this node for this rank."""

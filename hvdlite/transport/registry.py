@@ -1,4 +1,4 @@
-"""The registry of transports, and the choice of one for a world and for its devices."""
+"""The choice of a transport for a world, and for its devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, joi
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
-#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
-#: is the only registration.
-TRANSPORTS: tuple[type[Transport], ...] = (
-    Loopback,
-    SharedMemoryTransport,
-    HierarchicalTransport,
-    MPITransport,
-)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -39,7 +31,9 @@ def connect(
     shared_memory: bool = True,
     before: Transport | None = None,
 ) -> Transport:
-    """Return the best transport for a world's ranks; collective.
+    """Return the best transport for host arrays of a world's ranks; collective.
+
+    This is the only registration of such transports.
 
     Args:
         world: the ranks and their nodes; the transport makes communicators of its own.
@@ -49,9 +43,16 @@ def connect(
     """
     barrier = None
     if shared_memory and len(set(world.nodes)) < world.comm.size:
-        barrier = join_nodes(world, getattr(before, "arena", None))
-    made = (kind.connect(MPI, world, barrier) for kind in TRANSPORTS)
-    transport = next(each for each in made if each is not None)
+        barrier = join_nodes(world, getattr(before, "barrier", None))
+    transport: Transport
+    if world.comm.size == 1:
+        transport = Loopback()
+    elif barrier is None:
+        transport = MPITransport(MPI, world.comm, world.ids, world.create)
+    elif len(set(world.nodes)) == 1:
+        transport = SharedMemoryTransport(barrier, world.node.rank)
+    else:
+        transport = HierarchicalTransport(MPI, world, barrier)
     transport.members = world.ids
     return transport
 
@@ -59,8 +60,8 @@ def connect(
 def connect_device(
     control: Transport,
     device: int,
-    timeout: float | None = None,
-    cuda: Cuda | None = None,
+    cuda: Cuda,
+    timeout: float = 60.0,
     through_host: bool = False,
 ) -> DeviceTransport:
     """Return the best transport for arrays on this rank's device; collective.
@@ -71,16 +72,21 @@ def connect_device(
 
     Args:
         control: the host transport of the same ranks, called in the thread that uses it.
-        timeout: seconds after which work that the host waits for has failed; None: never.
-        cuda: the devices; None: those of cupy.
+        cuda: the devices of this process.
+        timeout: seconds after which work that the host waits for has failed.
         through_host: leave NCCL out; the same on all ranks.
 
     Raises:
-        HorovodInternalError: a rank cannot use its device, or has no cupy; on all ranks.
+        HorovodInternalError: a rank cannot use its device; on all ranks.
     """
     try:
-        cuda = Cuda() if cuda is None else cuda
-        facts = _facts(cuda, device)
+        version = cuda.nccl_version()
+        facts: dict[str, Any] = {
+            "nccl": version,
+            "host": _host(),
+            "device": cuda.bus_id(device),
+            "sharing": version >= _SHARING_VERSION and os.environ.get(_SHARING) == "1",
+        }
     except Exception as error:
         facts = {"error": str(error)}
     everywhere = [json.loads(message) for message in control.gather(json.dumps(facts).encode())]
@@ -90,7 +96,6 @@ def connect_device(
                 f"rank {rank} cannot use its device: {theirs['error']}; arrays on devices need "
                 "cupy on all ranks (pip install 'hvdlite[cuda13]')"
             )
-    assert cuda is not None
     if not through_host:
         objection = nccl.find_objection(everywhere)
         if objection is None:
@@ -100,17 +105,6 @@ def connect_device(
         if control.rank == 0:
             _log.warning("device arrays go through host memory, which is slower: %s", objection)
     return DeviceTransport(cuda, control, device, timeout)
-
-
-def _facts(cuda: Cuda, device: int) -> dict[str, Any]:
-    """Return what the other ranks have to know of this one's device."""
-    version = cuda.nccl_version()
-    return {
-        "nccl": version,
-        "host": _host(),
-        "device": cuda.bus_id(device),
-        "sharing": version >= _SHARING_VERSION and os.environ.get(_SHARING) == "1",
-    }
 
 
 def _host() -> str:

@@ -311,7 +311,7 @@ class VirtualExchange(Operation):
                 rank is lost, or communication failed. The next step starts over.
         """
         lane, self._snapshot = self._engine.gradients, None
-        if self.check is not None and len(lane.members) > 1:
+        if self.check is not None and len(lane.transport.members) > 1:
             self._snapshot = self.check.begin(lane, self._engine.settings)
         while True:
             outcome: Outcome = lane.run(self)

@@ -60,7 +60,7 @@ def has_begun():
     """Return whether an operation or a shutdown waits for other ranks."""
     if runtime._ending is not None:
         return True
-    return any(engine.named._queue.operations for engine in runtime._sets._engines.values())
+    return any(engine.named.queue.operations for engine in runtime._sets._engines.values())
 
 
 def start(monkeypatch, **variables):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
     """Time sums of float32 in place, of arrays of so many bytes; collective."""
     cuda = Cuda()
     device = comm.rank % cuda.device_count()
-    names = comm.allgather(f"{cuda.device_name(device)} ({cuda.bus_id(device)})")
+    name = import_module("cupy").cuda.runtime.getDeviceProperties(device)["name"].decode()
+    names = comm.allgather(f"{name} ({cuda.bus_id(device)})")
     control = connect(MPI, World.split(MPI, comm.Dup()))
     transports = {"hvdlite staged": DeviceTransport(cuda, control, device)}
-    preferred = connect_device(control, device, cuda=cuda)
+    preferred = connect_device(control, device, cuda)
     if isinstance(preferred, NCCLTransport):
         transports["hvdlite nccl"] = preferred
     with torch_nccl(comm, device) if "hvdlite nccl" in transports else nullcontext() as distributed:
@@ -78,7 +80,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
 def nccl_serves(comm: MPI.Comm, cuda: Cuda, device: int) -> bool:
     """Return whether NCCL serves these ranks; collective."""
     control = connect(MPI, World.split(MPI, comm.Dup()))
-    transport = connect_device(control, device, cuda=cuda)
+    transport = connect_device(control, device, cuda)
     transport.close()
     control.close()
     return isinstance(transport, NCCLTransport)

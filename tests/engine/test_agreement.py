@@ -58,7 +58,7 @@ def test_payloads_may_differ():
 def test_signatures_may_not():
     decision = decide([report("a", b=describe("b", b"other", b"")), report("a", "b")])
     assert decision.ready == ["a"]
-    assert decision.differing == ["b"]
+    assert decision.differing == [{0: "b", 1: "b"}]
 
 
 def test_a_failure_on_one_rank_fails_all():
@@ -205,24 +205,24 @@ def of_kinds(*kinds):
 def test_kinds_of_one_name_do_not_meet():
     decision = decide([of_kinds("reduce", "gather"), of_kinds("gather", "reduce")])
     assert decision.ready == ["reduce.x", "gather.x"]
-    assert decision.clashing == decision.differing == []
+    assert decision.differing == []
 
 
 def test_a_second_kind_waits():
     decision = decide([of_kinds("reduce", "gather"), of_kinds("reduce")])
     assert decision.ready == ["reduce.x"]
-    assert (decision.clashing, decision.missing) == ([], {"'x'": [1]})
+    assert (decision.differing, decision.missing) == ([], {"'x'": [1]})
 
 
 def test_ranks_that_wait_under_one_name_for_different_kinds_clash():
     decision = decide([of_kinds("reduce"), of_kinds("reduce"), of_kinds("gather", "root")])
-    assert decision.clashing == [{0: "reduce.x", 1: "reduce.x", 2: "gather.x"}]
+    assert decision.differing == [{0: "reduce.x", 1: "reduce.x", 2: "gather.x"}]
     assert (decision.ready, decision.missing) == ([], {})
 
 
 def test_they_clash_only_when_all_are_there():
     decision = decide([of_kinds("reduce"), of_kinds("gather"), report()])
-    assert decision.clashing == []
+    assert decision.differing == []
     assert decision.missing == {"'x'": [1, 2], "'gather.x'": [0, 2]}
 
 
@@ -304,7 +304,7 @@ class TestJoinedRanks:
     def test_the_others_still_have_to_agree(self):
         reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True, b"other"),))]
         decision = decide(reports)
-        assert (decision.ready, decision.differing) == ([], ["a"])
+        assert (decision.ready, decision.differing) == ([], [{0: "a", 1: "a", 2: "a"}])
 
     def test_a_failure_of_one_is_that_of_all(self):
         reports = [Pending((self.one(True, failure="broken"),)), self.joined()]
@@ -312,7 +312,7 @@ class TestJoinedRanks:
 
     def test_a_join_is_neither_reported_nor_given_up(self):
         decision = decide([Pending(()), self.joined()], give_up_after=10.0)
-        assert (decision.failed, decision.missing, decision.clashing) == ({}, {}, [])
+        assert (decision.failed, decision.missing, decision.differing) == ({}, {}, [])
 
     def test_a_join_does_not_wait_for_who_has_shut_down(self):
         decision = decide([Pending((), closing=True), self.joined()])

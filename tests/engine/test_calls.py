@@ -32,7 +32,7 @@ class Rank:
         self.number = number
         self.simulation = simulation
         self.lane = Lane("test", simulation.transports[number], Settings())
-        self.name = partial(Calls(self.lane.operations).name, "allreduce", None)
+        self.name = partial(Calls(self.lane.queue.operations).name, "allreduce", None)
 
     def total(self, name, value):
         return self.lane.run(Allreduce(name, np.array([float(value)]), Sum))[0]

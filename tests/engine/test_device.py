@@ -148,7 +148,7 @@ class TestOrder:
             operation = total(rank)
             operation.ready.clear()  # the event
             result = rank.named.run(operation)
-            while not result.done():
+            while not result.work.done():
                 pass
             return rank.memory.read(result.take())
 
@@ -175,7 +175,7 @@ class TestOrder:
         assert len(results) == 2
         assert ranks.node.executed == []
         for rank in ranks.ranks:
-            rank.named._devices.abort("the test is over")
+            rank.named.devices.abort("the test is over")
 
     def test_what_is_in_use_lives_until_it_is_taken(self, connect):
         def reduce(rank):
@@ -197,7 +197,7 @@ class TestOrder:
                 read(rank, rank.named.submit(total(rank)))
 
         on_all_ranks(reduce, ranks.ranks)
-        assert all(len(rank.named._devices.under_way) <= 1 for rank in ranks.ranks)
+        assert all(len(rank.named.devices.under_way) <= 1 for rank in ranks.ranks)
 
     def test_the_host_does_not_run_ahead_without_end(self, connect, monkeypatch):
         monkeypatch.setattr("hvdlite.engine.device._MAX_UNDER_WAY", 3)
@@ -207,7 +207,7 @@ class TestOrder:
             for step in range(20):
                 rank.named.submit(total(rank, f"x{step}"))
             handle = rank.named.submit(total(rank))
-            assert len(rank.named._devices.under_way) <= 3
+            assert len(rank.named.devices.under_way) <= 3
             return read(rank, handle)
 
         for found in on_all_ranks(reduce, ranks.ranks):

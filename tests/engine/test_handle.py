@@ -49,17 +49,6 @@ def test_many_threads_wait_and_all_of_them_go_on(handle):
     assert handle.wait() == "result"
 
 
-def test_every_waiting_thread_gets_the_error(handle):
-    def wait(number):
-        if number == 0:
-            time.sleep(0.05)
-            handle.finish(error=ValueError("no"))
-        with pytest.raises(ValueError, match="no"):
-            handle.wait()
-
-    on_all_ranks(wait, range(4))
-
-
 def test_a_wait_uses_no_processor(handle):
     threading.Timer(0.5, handle.finish).start()
     before = time.thread_time()

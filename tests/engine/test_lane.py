@@ -63,14 +63,14 @@ def total(name, value, size=3, op=Sum):
 
 def submit_again(lane, operation):
     """Submit an operation again as soon as it is no longer pending; its handle is in the list."""
-    handles, remove = [], lane._queue.remove
+    handles, remove = [], lane.queue.remove
 
     def remove_and_submit(operations):
         remove(operations)
         if not handles:
             handles.append(lane.submit(operation))
 
-    lane._queue.remove = remove_and_submit
+    lane.queue.remove = remove_and_submit
     return handles
 
 
@@ -235,7 +235,7 @@ class TestThreads:
     def test_the_lanes_thread_stays_out_of_a_burst(self, quiet, cycles, monkeypatch):
         lane = Lane("test", Loopback(), Settings())
         pauses, times = [], iter(quiet)
-        monkeypatch.setattr(lane._queue, "quiet", lambda: next(times))
+        monkeypatch.setattr(lane.queue, "quiet", lambda: next(times))
         monkeypatch.setattr(time, "sleep", pauses.append)
         lane._let_more_come()
         monkeypatch.undo()
@@ -243,7 +243,7 @@ class TestThreads:
         assert lane.close(5.0)
 
     def test_how_long_the_queue_has_been_quiet(self, two):
-        queue = two[0]._queue
+        queue = two[0].queue
         assert queue.quiet() == float("inf")
         with two.all_held():
             handles = [lane.submit(total("a", 1)) for lane in two.lanes]
@@ -437,10 +437,10 @@ class TestFailure:
 
         def interrupt(elapsed):
             waiting.set()
-            if len(lanes[0]._queue) == 2:
+            if len(lanes[0].queue.operations) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(lanes[0]._stall, "check", interrupt)
+        monkeypatch.setattr(lanes[0].stall, "check", interrupt)
         handles = []
 
         def submit():
@@ -533,24 +533,6 @@ class TestClose:
                 HorovodInternalError, match="rank 0: 'a' failed: shut down while waiting"
             ):
                 handle.wait()
-
-    def test_it_ends_a_wait_in_another_thread(self):
-        lanes = Lanes(2)
-        errors = []
-
-        def run():
-            try:
-                lanes[0].run(total("a", 1))
-            except HorovodInternalError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        time.sleep(0.02)
-        assert not lanes[0].close(0.1)
-        thread.join(5)
-        assert len(errors) == 1
-        assert "'a' failed: shut down while waiting for other ranks in 'a'" in errors[0]
 
 
 class TestStall:

@@ -123,6 +123,17 @@ class TestInit:
             hvd.init()
         assert not hvd.is_initialized()
 
+    @ranks(2)
+    @pytest.mark.parametrize("name", ["FUSION_THRESHOLD", "SHARED_MEMORY"])
+    def test_a_setting_that_decides_on_collectives_is_the_same_on_all_ranks(
+        self, monkeypatch, name
+    ):
+        hvd.shutdown()
+        monkeypatch.setenv(f"HVDLITE_{name}", str(mpi.load().COMM_WORLD.rank))
+        with pytest.raises(ValueError, match=f"HVDLITE_{name} is .* on rank 0 and .* on rank 1"):
+            hvd.init()
+        assert not hvd.is_initialized()
+
     @ranks(1)
     def test_the_log_level_is_set(self, monkeypatch):
         logger = logging.getLogger("hvdlite")

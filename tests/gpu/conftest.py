@@ -22,6 +22,13 @@ def device_count(cuda):
 
 
 @pytest.fixture
+def torch_cuda(device_count):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+
+
+@pytest.fixture
 def make_ranks():
     """Ranks as threads, rank r on the device ``devices[r]``."""
     made = []

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.gpu.arrays import SHARING
+from tests.gpu.arrays import SHARING, each_transport, start
 from tests.harness import ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-each_transport = pytest.mark.parametrize("transport", ["auto", "host"])
-
-
-@pytest.fixture(autouse=True)
-def _needs_cuda(device_count):
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-
-
-def _start(transport):
-    os.environ["HVDLITE_DEVICE_TRANSPORT"] = transport
-    import hvdlite.torch as hvd
-
-    hvd.init()
-    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
-    return hvd
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("torch_cuda")]
 
 
 def _values(hvd, *shape, dtype=torch.float32):
@@ -133,7 +115,7 @@ DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64",
 @ranks(1, 2, 3, fresh=True, env=SHARING)
 @each_transport
 def test_collectives(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     torch.sparse.check_sparse_tensor_invariants.enable()  # torch 2.11 warns where nobody has chosen
     for name in DTYPES:
         for call in CALLS:
@@ -204,7 +186,7 @@ def _options(hvd):
 @ranks(1, 2, fresh=True, env=SHARING)
 @each_transport
 def test_optimizers(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     for name, options, near in _options(hvd):
         torch.backends.cuda.matmul.allow_tf32 = False
         expected, _ = _train(hvd, "cpu", **options)
@@ -220,7 +202,7 @@ def test_optimizers(transport):
 @ranks(1, 2, fresh=True, env=SHARING)
 @each_transport
 def test_sync_batch_norm(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     results = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -236,7 +218,7 @@ def test_sync_batch_norm(transport):
 @ranks(1, 2, fresh=True, env=SHARING)
 @each_transport
 def test_an_optimizer_s_state_is_broadcast_where_it_lies(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
 
     def digest(optimizer):
         moments = [each["exp_avg_sq"] for each in optimizer.state.values()]
@@ -255,7 +237,7 @@ def test_an_optimizer_s_state_is_broadcast_where_it_lies(transport):
 
 @ranks(2, fresh=True, env=SHARING)
 def test_after_a_join_arrays_of_a_device_are_refused():
-    hvd = _start("auto")
+    hvd = start("auto")
     if hvd.rank() == 1:
         with pytest.raises(hvd.HorovodInternalError, match="join"):
             hvd.allreduce(torch.ones(3, device="cuda"), name="late")
@@ -266,7 +248,7 @@ def test_after_a_join_arrays_of_a_device_are_refused():
 @ranks(2, fresh=True, env=SHARING)
 @each_transport
 def test_automatic_mixed_precision(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     model = _network().to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -295,7 +277,7 @@ def test_automatic_mixed_precision(transport):
 
 @ranks(2, fresh=True, env=SHARING)
 def test_errors_name_the_rank_and_work_goes_on():
-    hvd = _start("auto")
+    hvd = start("auto")
     shape = (3, 2 + hvd.rank())
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
         hvd.allreduce(torch.ones(shape, device="cuda"), name="shape")

@@ -83,6 +83,5 @@ def test_torch_s_memory_and_streams(cuda):
     assert cupy.asnumpy(view).view(dtype_of("bfloat16"))[5] == 10
 
 
-def test_the_device_tells_its_name_and_place(cuda):
-    assert cuda.device_name(0)
+def test_the_device_tells_its_place(cuda):
     assert cuda.bus_id(0).count(":") == 2

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
 
-from tests.gpu.arrays import SHARING
+from tests.gpu.arrays import SHARING, each_transport, start
 from tests.harness import ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-each_transport = pytest.mark.parametrize("transport", ["auto", "host"])
-
-
-@pytest.fixture(autouse=True)
-def _needs_cuda(device_count):
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-
-
-def _start(transport="auto"):
-    os.environ["HVDLITE_DEVICE_TRANSPORT"] = transport
-    import hvdlite.torch as hvd
-
-    hvd.init()
-    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
-    return hvd
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("torch_cuda")]
 
 
 @ranks(1, 2, fresh=True, env=SHARING)
 @pytest.mark.parametrize("name", ["float32", "bool"])
 def test_many_handles_at_once(size, name):
-    hvd = _start()
+    hvd = start()
     dtype = getattr(torch, name)
     mine = torch.full((1000, 3), hvd.rank() + 1, device="cuda").to(dtype)
     op = hvd.Max if name == "bool" else hvd.Sum
@@ -77,7 +60,7 @@ def _train(hvd, device, streams=False, **options):
 @each_transport
 @pytest.mark.parametrize("streams", [False, True])
 def test_training_on_the_device_equals_training_on_the_host(streams, transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     torch.backends.cuda.matmul.allow_tf32 = False
     expected = _train(hvd, "cpu")
     found = _train(hvd, "cuda", streams)
@@ -104,7 +87,7 @@ WAITS = {
 def test_no_step_waits_on_the_host_for_the_device(compression):
     from torch.profiler import ProfilerActivity, profile
 
-    hvd = _start()
+    hvd = start()
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chosen = getattr(hvd.Compression, compression)
@@ -136,7 +119,7 @@ def test_no_step_waits_on_the_host_for_the_device(compression):
 
 @ranks(2, fresh=True, env=SHARING)
 def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
-    hvd = _start()
+    hvd = start()
     model = torch.nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -156,7 +139,7 @@ def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
 
 @ranks(2, fresh=True, env=SHARING)
 def test_a_tensor_on_the_host_of_one_rank_alone():
-    hvd = _start()
+    hvd = start()
     device = "cuda" if hvd.rank() == 0 else "cpu"
     with pytest.raises(hvd.HorovodInternalError, match="device is cuda on rank 0, cpu on rank 1"):
         hvd.allreduce(torch.ones(3, device=device), name="x")
@@ -166,7 +149,7 @@ def test_a_tensor_on_the_host_of_one_rank_alone():
 @ranks(1, 2, 3, fresh=True, env=SHARING)
 @each_transport
 def test_ranks_give_the_weights_of_one_process(transport):
-    hvd = _start(transport)
+    hvd = start(transport)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     def train(first, count, distribute):

@@ -33,7 +33,7 @@ def nccl_ranks(cuda, make_ranks):
         if not cuda.nccl_version():
             pytest.skip("cupy finds no NCCL library")
         made = make_ranks(
-            lambda control, device: connect_device(control, device, cuda=cuda, timeout=60),
+            lambda control, device: connect_device(control, device, cuda),
             list(range(size)),
         )
         assert all(isinstance(rank.transport, NCCLTransport) for rank in made)
@@ -46,7 +46,8 @@ def nccl_ranks(cuda, make_ranks):
 @pytest.mark.parametrize("chunk_bytes", [64, 4 * 2**20])
 def test_staged_on_one_device(make_ranks, cuda, check, chunk_bytes):
     made = make_ranks(
-        lambda control, device: DeviceTransport(cuda, control, device, 60, chunk_bytes), [0, 0]
+        lambda control, device: DeviceTransport(cuda, control, device, chunk_bytes=chunk_bytes),
+        [0, 0],
     )
     on_all_ranks(check, made)
 
@@ -64,9 +65,9 @@ def test_processes_with_or_without_a_device_each(device_count, prefer_nccl):
     control = MPITransport(MPI, MPI.COMM_WORLD)
     device = control.rank % device_count
     if prefer_nccl:
-        transport = connect_device(control, device, timeout=60)
+        transport = connect_device(control, device, Cuda())
     else:
-        transport = DeviceTransport(Cuda(), control, device, timeout=60)
+        transport = DeviceTransport(Cuda(), control, device)
     if prefer_nccl and not isinstance(transport, NCCLTransport):
         pytest.skip("NCCL is missing, or two ranks cannot share a device with it")
     for check in device_checks.EVERYTHING:
@@ -92,9 +93,7 @@ def test_events_order_the_work_with_a_framework_s_stream(nccl_ranks, make_ranks,
     if kind == "nccl":
         (rank,) = nccl_ranks(1)
     else:
-        (rank,) = make_ranks(
-            lambda control, device: DeviceTransport(cuda, control, device, 60), [0]
-        )
+        (rank,) = make_ranks(lambda control, device: DeviceTransport(cuda, control, device), [0])
     stream = cupy.cuda.Stream(non_blocking=True)
     array, result = cupy.zeros(1000, cupy.float32), cupy.zeros(1000, cupy.float32)
     cupy.cuda.get_current_stream().synchronize()
@@ -130,7 +129,7 @@ def test_the_host_does_not_wait_for_the_device(nccl_ranks):
         _busy(array, 1.0)
     work = rank.transport.enqueue(exchange, [rank.transport.record(stream.ptr)])
     assert not work.done()
-    work.wait(60)
+    work.wait()
     assert float(array[0]) == 0.5
 
 

@@ -201,7 +201,7 @@ def test_a_stream_that_is_new_writes_slots_after_they_have_been_read(connect):
             made.begin()
             if step == 1:
                 # The slots are written, and their exchange is not over for now.
-                node.push(rank.named._devices._transport.stream.ptr, gate)
+                node.push(rank.named.devices._transport.stream.ptr, gate)
             mark_all(rank, made, step)
             made.finish()
         made.begin()
@@ -251,8 +251,8 @@ def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
         made = exchange(rank)
         mark_all(rank, made, 0)
         made.finish()
-        for _, result in list(rank.named._devices.under_way):
-            while not result.done():
+        for _, result in list(rank.named.devices.under_way):
+            while not result.work.done():
                 pass
         with pytest.raises(AssertionError):
             check(rank, made, 0, 2)
@@ -274,7 +274,7 @@ def test_the_host_does_not_wait_for_the_device(connect, monkeypatch):
     assert on_all_ranks(train, job.ranks) == [[True] * 12] * 2
     assert "allReduce" not in job.node.executed
     for rank in job.ranks:
-        rank.named._devices.abort("the test is over")
+        rank.named.devices.abort("the test is over")
 
 
 def test_an_asynchronous_error_on_one_rank_ends_all(connect):

@@ -10,7 +10,6 @@ from hvdlite.engine import runtime
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.transport import Transport
 from hvdlite.transport.counting import CountingTransport
-from hvdlite.transport.loopback import Loopback
 from tests.benchmarks import traffic
 from tests.harness import ranks
 from tests.simulation import Simulation, on_all_ranks
@@ -163,14 +162,6 @@ def test_memory_is_the_inner_ones():
     assert made.base is not None  # a part of what the ranks share
     for each in (first, second):
         each.close()
-
-
-def test_one_rank_sends_nothing():
-    transport = CountingTransport(Loopback())
-    for check in checks.EVERYTHING:
-        check(transport)
-    assert transport.by_collective
-    assert transport.sent == 0
 
 
 @ranks(1, 2, 3)

@@ -70,13 +70,6 @@ def test_halves_are_accumulated_in_float32(dtype):
     assert combine(parts, Sum).dtype == np.float32
 
 
-def test_an_average_of_integers_is_cut_towards_zero():
-    parts = [np.array([7, -7, 3, -3], np.int8), np.zeros(4, np.int8)]
-    result = np.empty(4, np.int8)
-    reduce_into(result, parts, Sum, Scaling(1.0, 2))
-    assert result.tolist() == [3, -3, 1, -1]
-
-
 def test_scaling_leaves_the_parts_alone():
     for dtype, count in (("float32", 1), ("float32", 3), ("int32", 1), ("float16", 1)):
         parts = [np.full(5, 6).astype(dtype) for _ in range(count)]
@@ -84,12 +77,3 @@ def test_scaling_leaves_the_parts_alone():
         reduce_into(result, parts, Sum, Scaling(0.5, 1))
         assert result.tolist() == [3 * count] * 5
         assert all(part.tolist() == [6] * 5 for part in parts)
-
-
-def test_nan_passes_through_whichever_part_has_it():
-    for op in OPS:
-        for where in range(3):
-            parts = [np.full(2, np.nan if where == part else 1.0) for part in range(3)]
-            result = np.empty(2)
-            reduce_into(result, parts, op, Scaling())
-            assert np.isnan(result).all()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from hvdlite.transport import Transport
 from hvdlite.transport.registry import connect
@@ -42,3 +45,10 @@ def barriers(size: int) -> list[Barrier]:
 def threads(size: int) -> list[SharedMemoryTransport]:
     """Return the shared memory transports of threads of this process."""
     return [SharedMemoryTransport(barrier, index) for index, barrier in enumerate(barriers(size))]
+
+
+def placed(made: Transport, array: Any, place: str) -> Any:
+    """Return a copy of an array, in the transport's memory ("segment") or in this rank's own."""
+    copy = made.empty(array.size, array.dtype) if place == "segment" else np.empty_like(array)
+    copy[...] = array
+    return copy

@@ -49,7 +49,7 @@ def run() -> dict[str, Any]:
     hvd.init()
     wrong = [name for name, right in _collectives(hvd.rank(), hvd.size()) if not right]
     found = {
-        "transport": runtime.engine().named.carrier,
+        "transport": runtime.engine().named.transport.title,
         "wrong": wrong,
         "seconds": _seconds(lambda: hvd.allreduce(data, op=hvd.Sum, name="bandwidth", out=data)),
         "memcpy": memcpy,

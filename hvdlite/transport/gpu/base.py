@@ -37,14 +37,24 @@ class FlatArray:
 
 
 class Work:
-    """Work that `DeviceTransport.enqueue` has sent to the device."""
+    """Work that `DeviceTransport.enqueue` has sent to the device.
 
-    def __init__(self, transport: DeviceTransport, event: Event) -> None:
+    Attributes:
+        value: what the function has returned that sent it.
+    """
+
+    def __init__(self, transport: DeviceTransport, event: Event, value: Any = None) -> None:
         self._transport = transport
         self._event = event
+        self.value = value
 
     def wait_on(self, stream: int) -> None:
-        """Make a stream's later work wait for this; the host does not wait."""
+        """Make a stream's later work wait for this; the host does not wait.
+
+        Raises:
+            HorovodInternalError: the communication has failed.
+        """
+        self._transport.check()
         self._transport.hold(stream, self._event)
 
     def done(self) -> bool:
@@ -61,21 +71,17 @@ class Work:
         self._transport.check()
         return finished
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait on the host until the device has finished it.
 
-        Args:
-            timeout: seconds; None: the transport's.
-
         Raises:
-            HorovodInternalError: the communication has failed, or it took too long. The
-                transport is aborted then.
+            HorovodInternalError: the communication has failed, or it took longer than the
+                transport's time limit. The transport is aborted then.
         """
-        limit = self._transport.timeout if timeout is None else timeout
         start = time.monotonic()
         while not self.done():
             elapsed = time.monotonic() - start
-            if limit is not None and elapsed > limit:
+            if elapsed > self._transport.timeout:
                 self._transport.abort(
                     f"nothing came for {elapsed:.1f} s; a rank has ended, hangs, or runs "
                     "different steps"
@@ -113,7 +119,7 @@ class DeviceTransport(Transport):
 
     Args:
         control: the lane's host transport.
-        timeout: seconds after which work that the host waits for has failed; None: never.
+        timeout: seconds after which work that the host waits for has failed.
         chunk_bytes: the size of a chunk, a multiple of 16.
 
     Attributes:
@@ -128,7 +134,7 @@ class DeviceTransport(Transport):
         cuda: Cuda,
         control: Transport,
         device: int,
-        timeout: float | None = None,
+        timeout: float = 60.0,
         chunk_bytes: int = 4 * 2**20,
     ) -> None:
         self.rank, self.size, self.members = control.rank, control.size, control.members
@@ -140,7 +146,7 @@ class DeviceTransport(Transport):
         self._failure: str | None = None
         self._entered: int | None = None
         self._chunk_bytes = chunk_bytes
-        self._buffers = [_PinnedBuffer(self, cuda.pinned) for _ in range(2)]
+        self._buffers = [_PinnedBuffer(self) for _ in range(2)]
 
     def record(self, stream: int) -> Event:
         """Record an event after all work that a stream has been given so far; not collective."""
@@ -150,7 +156,7 @@ class DeviceTransport(Transport):
         """Make a stream's later work wait for an event; not collective."""
         self._cuda.wait_event(self._device, stream, event)
 
-    def enqueue(self, exchange: Callable[[], None], after: Iterable[Event] = ()) -> Work:
+    def enqueue(self, exchange: Callable[[], Any], after: Iterable[Event] = ()) -> Work:
         """Run a function that calls data methods, and return its work on the device.
 
         Args:
@@ -166,10 +172,10 @@ class DeviceTransport(Transport):
                 self.hold(self.stream.ptr, event)
             self._entered = threading.get_ident()
             try:
-                exchange()
+                value = exchange()
             finally:
                 self._entered = None
-            return Work(self, self.record(self.stream.ptr))
+            return Work(self, self.record(self.stream.ptr), value)
 
     def check(self) -> None:
         """Raise HorovodInternalError if the communication has failed; any thread may call this.
@@ -349,9 +355,8 @@ class DeviceTransport(Transport):
 class _PinnedBuffer:
     """Pinned host memory, and the event of the last copy to or from it."""
 
-    def __init__(self, transport: DeviceTransport, allocate: Callable[[int], Any]) -> None:
+    def __init__(self, transport: DeviceTransport) -> None:
         self._transport = transport
-        self._allocate = allocate
         self._memory = np.empty(0, np.uint8)
         self.event: Event | None = None
 
@@ -364,7 +369,7 @@ class _PinnedBuffer:
         """Wait for the device, and return the first bytes for the host to use."""
         self.wait()
         if nbytes > self._memory.size:
-            self._memory = self._allocate(nbytes)
+            self._memory = self._transport._cuda.pinned(nbytes)
         return self._memory[:nbytes]
 
     def room(self, nbytes: int) -> Any:

@@ -75,11 +75,6 @@ class Cuda:
         except self._runtime.CUDARuntimeError:
             return 0
 
-    def device_name(self, device: int) -> str:
-        """Return the device's name, e.g. ``NVIDIA H100``."""
-        name: bytes = self._runtime.getDeviceProperties(device)["name"]
-        return name.decode()
-
     def bus_id(self, device: int) -> str:
         """Return the device's address on the PCI bus, unique within a host."""
         return str(self._runtime.deviceGetPCIBusId(device))

@@ -7,7 +7,7 @@ element is read once and written once.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,14 +41,6 @@ _COMBINE_BOOLS = {
 }
 
 
-class _Conversion(NamedTuple):
-    """Code that turns an element into a number of type ``wide``, and back."""
-
-    wide: str
-    load: str
-    store: str
-
-
 @lru_cache  # a program reduces the same way step after step
 def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
     """Return the code for element ``i`` of ``out``.
@@ -59,16 +51,16 @@ def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
     is_mean = scaling.factor == 1.0 and not scaling.is_identity
     if is_mean and op is ReduceOp.SUM and dtype.kind in "iu":
         return _integer_mean(dtype)
-    conversion = _conversion(dtype, op)
+    wide, load, store = _conversion(dtype, op)
     combine = (_COMBINE_BOOLS if dtype.kind == "b" else _COMBINE)[op]
     return f"""
-        {conversion.wide} total = {conversion.load.format("rows[i]")};
+        {wide} total = {load.format("rows[i]")};
         for (long long row = 1; row < count; ++row) {{
-            const {conversion.wide} next = {conversion.load.format("rows[i + row * stride]")};
+            const {wide} next = {load.format("rows[i + row * stride]")};
             total = {combine};
         }}
-        {_scale(dtype, scaling, conversion.wide)}
-        out = {conversion.store.format("value")};
+        {_scale(dtype, scaling, wide)}
+        out = {store.format("value")};
     """
 
 
@@ -97,27 +89,29 @@ def conversion(dtype: np.dtype[Any], target: np.dtype[Any], scaling: Scaling) ->
 
     It uses ``T`` (the type that ``out`` is stored in), ``factor`` and ``divisor`` as `body`.
     """
-    read, write = _conversion(dtype, ReduceOp.SUM), _conversion(target, ReduceOp.SUM)
+    wide, load, _ = _conversion(dtype, ReduceOp.SUM)
+    target_wide, _, store = _conversion(target, ReduceOp.SUM)
     return f"""
-        const {read.wide} total = {read.load.format("source")};
-        {_scale(dtype, scaling, read.wide)}
-        const {write.wide} converted = ({write.wide})value;
-        out = {write.store.format("converted")};
+        const {wide} total = {load.format("source")};
+        {_scale(dtype, scaling, wide)}
+        const {target_wide} converted = ({target_wide})value;
+        out = {store.format("converted")};
     """
 
 
-def _conversion(dtype: np.dtype[Any], op: ReduceOp) -> _Conversion:
+def _conversion(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, str, str]:
+    """Return a type of numbers, and the code that turns an element into one, and back."""
     if dtype.name == "bfloat16":
-        return _Conversion("float", "from_bfloat16({})", "to_bfloat16({})")
+        return "float", "from_bfloat16({})", "to_bfloat16({})"
     if dtype.name in _FLOATS:
         wide = _FLOATS[dtype.name]
-        return _Conversion(wide, f"({wide})({{}})", "T({})")
+        return wide, f"({wide})({{}})", "T({})"
     if dtype.kind == "b":
-        return _Conversion("int", "({}) != 0", "T({} != 0)")
+        return "int", "({}) != 0", "T({} != 0)"
     # Sums and products wrap, which only unsigned arithmetic of 32 bits and more does in C.
     wraps = op in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.kind == "u"
     wide = "unsigned long long" if wraps else "long long"
-    return _Conversion(wide, f"({wide})({{}})", "{}")
+    return wide, f"({wide})({{}})", "{}"
 
 
 def _scale(dtype: np.dtype[Any], scaling: Scaling, wide: str) -> str:

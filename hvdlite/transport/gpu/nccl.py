@@ -40,8 +40,6 @@ _NATIVE = {
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
 }
-# Seconds that close() waits for the device if there is no time limit.
-_CLOSE_SECONDS = 30.0
 # Seconds that an abort leaves to a call in another thread, which returns at once unless it waits
 # for other ranks; then only the abort ends it.
 _CALL_SECONDS = 5.0
@@ -82,7 +80,7 @@ class NCCLTransport(DeviceTransport):
         control: Transport,
         device: int,
         communicator: Any,
-        timeout: float | None = None,
+        timeout: float = 60.0,
     ) -> None:
         super().__init__(cuda, control, device, timeout)
         self._communicator = communicator
@@ -161,10 +159,9 @@ class NCCLTransport(DeviceTransport):
     def close(self) -> None:
         """Let the device finish, or abort if it does not; then end the communicator."""
         if self._failure is None:
-            last = Work(self, self.record(self.stream.ptr))
             # A failure has been reported, and the communicator is as closed as it can be.
             with contextlib.suppress(HorovodInternalError):
-                last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
+                Work(self, self._mark()).wait()
         if self._failure is None:
             super().close()
             self._failure = f"rank {self.members[self.rank]}: the NCCL transport has been closed"

@@ -58,7 +58,7 @@ class Slot:
         self.arrived = Futex.from_buffer(memory, _ARRIVED)
         self.sleeps = ctypes.c_uint32.from_buffer(memory, _SLEEPS)
         self.gone = ctypes.c_uint32.from_buffer(memory, _GONE)
-        self._memory = memory
+        self.memory = memory
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + COPIES * _NOTE_BYTES, _NOTE_BYTES)
@@ -83,11 +83,11 @@ class Slot:
     def chunk(self, generation: int, size: int, dtype: np.dtype[Any]) -> Any:
         """Return the first ``size`` elements of the rank's chunk of a generation."""
         start = _CHUNKS + generation % COPIES * LARGEST_CHUNK
-        return np.ndarray(size, dtype, self._memory, start)
+        return np.ndarray(size, dtype, self.memory, start)
 
     def output(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
         """Return the first ``size`` elements of an output buffer; see `Barrier.output`."""
-        return np.ndarray(size, dtype, self._memory, _OUTPUTS + number % OUTPUTS * LARGEST_CHUNK)
+        return np.ndarray(size, dtype, self.memory, _OUTPUTS + number % OUTPUTS * LARGEST_CHUNK)
 
 
 class Barrier:
@@ -103,10 +103,11 @@ class Barrier:
     sleeps.
 
     Args:
-        arena: this rank's shared memory; nothing has been allocated from it yet, or it has been
-            `reset`.
+        arena: this rank's shared memory; nothing has been allocated from it yet but by ``before``.
         processes: every rank's process id, and the key of its arena, by position.
         crowded: whether there are fewer cores than ranks.
+        before: a barrier that no rank uses any more and that has been `reset`, whose memory this
+            one uses; None: there is none.
 
     Raises:
         OSError: another rank's memory cannot be opened.
@@ -126,18 +127,17 @@ class Barrier:
         arena: Arena,
         processes: Sequence[tuple[int, Key]],
         crowded: bool = False,
+        before: Barrier | None = None,
     ) -> None:
         self.arena = arena
         self.slots = []
         byte = np.dtype(np.uint8)
-        own = arena.first
-        if own is None:
-            own = arena.first = arena.empty(_SLOT_BYTES, byte)
+        own = arena.empty(_SLOT_BYTES, byte) if before is None else before.own.memory
         for position, (pid, key) in enumerate(processes):
             peer = Peer(pid, key)
             memory = own if position == index else peer.view(0, _SLOT_BYTES, byte)
             self.slots.append(Slot(memory, ranks[position], peer))
-        self.own = self.slots[index]
+        self.own: Slot = self.slots[index]
         self.others = [slot for slot in self.slots if slot is not self.own]
         self._sleeps = [slot.sleeps for slot in self.others]
         self.chunks: Callable[[int, int, np.dtype[Any]], tuple[Any, ...]]
@@ -226,6 +226,10 @@ class Barrier:
         """Return the ranks that have not arrived where this one waits."""
         return [slot.rank for slot in self.others if not _reached(slot.arrived.value, self.last)]
 
+    def reset(self) -> None:
+        """Prepare this rank's memory for another barrier: no rank uses this one any more."""
+        self.own.memory[:_NOTES] = 0
+
     def _wait_for(self, slot: Slot, generation: int, start: float) -> None:
         while time.monotonic() < start + self._spin_seconds:
             self._spin()
@@ -260,13 +264,6 @@ class Barrier:
                 "it; see its output and the system's log for what killed it"
             )
         return None
-
-
-def reset(arena: Arena) -> None:
-    """Prepare the arena of a barrier that no rank uses any more for another barrier."""
-    first = arena.first
-    if first is not None:
-        first[:_NOTES] = 0
 
 
 def _has_ended(slot: Slot) -> str:

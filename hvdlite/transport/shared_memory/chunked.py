@@ -85,17 +85,10 @@ def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
     return copy_out, (chunk.split(output), chunk.results, lane)
 
 
-class Step(NamedTuple):
-    """The work of a rank between two generations.
-
-    Attributes:
-        before: done before this rank arrives at the next generation; the others wait for it.
-        after: done between that and the wait for the others; only this rank needs it, so that an
-            early rank has something to do. No generation follows the last step, which has none.
-    """
-
-    before: list[Call]
-    after: list[Call]
+# The work of a rank between two generations: what the others wait for, done before this rank
+# arrives at the next one; and what it needs alone, done between that and the wait for them, so that
+# an early rank has something to do. No generation follows the last step.
+_Step = tuple[list[Call], list[Call]]
 
 
 @dataclass(eq=False)
@@ -120,56 +113,56 @@ class ChunkedAllreduce:
     lane: str
 
     def __post_init__(self) -> None:
-        self._steps: dict[int, list[Step]] = {}
+        self._steps: dict[int, list[_Step]] = {}
 
     def run(self, generation: int) -> None:
         """Reduce all chunks, of which the first has come with a generation."""
         parity = generation % COPIES
         if parity not in self._steps:
             self._steps[parity] = self._in_slices(parity) if self.owners else self._whole(parity)
-        *steps, last = self._steps[parity]
+        *steps, (last, _) = self._steps[parity]
         for before, after in steps:
             self.barrier.wait(generation)
             perform(before)
             generation = self.barrier.arrive()
             perform(after)
         self.barrier.wait(generation)
-        perform(last.before)
+        perform(last)
 
-    def _whole(self, generation: int) -> list[Step]:
+    def _whole(self, generation: int) -> list[_Step]:
         """Reduce each chunk on both of two ranks, for itself."""
-        steps: list[Step] = []
+        steps: list[_Step] = []
         for number, chunk in enumerate(self.chunks, generation):
             if steps:
-                steps[-1].before.extend(self._load(number, chunk))
+                steps[-1][0].extend(self._load(number, chunk))
             calls: list[Call] = []
             every = map(chunk.split, self._slots(number, chunk))
             for send, result, *parts in zip(chunk.sends, chunk.results, *every, strict=True):
                 parts[self.rank] = send
                 calls += self.reduce(result, parts)
-            steps.append(Step(calls, []))
+            steps.append((calls, []))
         return steps
 
-    def _in_slices(self, generation: int) -> list[Step]:
+    def _in_slices(self, generation: int) -> list[_Step]:
         """Reduce a slice of each chunk on each rank, for all.
 
         For one generation each rank writes a chunk, and its slice of the result of the chunk
         before. After it has arrived it copies the result of the generation before.
         """
-        steps: list[Step] = []
+        steps: list[_Step] = []
         copies: list[Call] = []
         for number, chunk in enumerate(self.chunks):
             if steps:
-                steps[-1].before.extend(self._load(generation + number, chunk))
+                steps[-1][0].extend(self._load(generation + number, chunk))
             own = self._own(chunk)
             parts = [slot[own] for slot in self._slots(generation + number, chunk)]
             if len(chunk.sends) == 1:
                 parts[self.rank] = chunk.sends[0][own]
             output = self.barrier.output(number, chunk.size, parts[0].dtype)
             is_empty = own.start == own.stop
-            steps.append(Step([] if is_empty else self.reduce(output[own], parts), copies))
+            steps.append(([] if is_empty else self.reduce(output[own], parts), copies))
             copies = [_unload(output, chunk, self.lane)]
-        return [*steps, Step(copies, [])]
+        return [*steps, (copies, [])]
 
     def _load(self, generation: int, chunk: Chunk) -> list[Call]:
         slot = self._slots(generation, chunk)[self.rank]

@@ -64,7 +64,6 @@ class Arena:
         self._free: dict[int, list[int]] = {}  # addresses, by size
         self._released: set[int] = set()  # addresses of arrays that are exchanged no more
         self._private: set[int] = set()  # addresses of arrays that are shared no more
-        self._first: weakref.ref[Any] | None = None
         self._forked = self._closed = False
         self._map(0)
         _arenas.add(self)
@@ -87,18 +86,6 @@ class Arena:
         self._in_use[address] = weakref.ref(memory)
         weakref.finalize(memory, self._take_back, address, nbytes).atexit = False
         return np.ndarray(size, dtype, memoryview(memory))
-
-    @property
-    def first(self) -> Any:
-        """The array at offset 0, for whoever uses the arena next; None: nobody holds it any more.
-
-        A reference from here would keep the arena for ever: an array in use keeps it, too.
-        """
-        return None if self._first is None else self._first()
-
-    @first.setter
-    def first(self, array: Any) -> None:
-        self._first = weakref.ref(array)
 
     def find(self, array: Any) -> int | None:
         """Return the offset of a contiguous array in the file; None if it does not lie there."""

@@ -20,7 +20,7 @@ from hvdlite.transport.reduce import (
     reduce_into,
 )
 from hvdlite.transport.shared_memory import futex
-from hvdlite.transport.shared_memory.barrier import COPIES, MAX_DIGESTS, Barrier, reset
+from hvdlite.transport.shared_memory.barrier import COPIES, MAX_DIGESTS, Barrier
 from hvdlite.transport.shared_memory.chunked import Chunk, ChunkedAllreduce, cut, load, slice_of
 from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.transport import DIGEST_SIZE, LEAST_ANNOUNCED, OnWait, Transport
@@ -54,6 +54,7 @@ class SharedMemoryTransport(Transport):
         barrier: of the node's ranks.
 
     Attributes:
+        barrier: the argument, for the transport that follows where a rank has died.
         arena: the memory of the arrays from `empty`.
         chunk: bytes of an array that a rank writes for one generation. With less, the interpreter
             is slower than memory; with more, chunks do not stay in the cache until the other ranks
@@ -70,7 +71,7 @@ class SharedMemoryTransport(Transport):
     def __init__(self, barrier: Barrier, index: int) -> None:
         self.rank = index
         self.size = len(barrier.slots)
-        self._barrier = barrier
+        self.barrier = barrier
         self.arena = barrier.arena
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
         # The offsets of arrays, in pairs: of this rank, for the next `meet`; of all ranks, by this
@@ -79,10 +80,6 @@ class SharedMemoryTransport(Transport):
         self._places: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         self._is_incomplete = False  # whether results may lack what other ranks write
         self._owners = self.size  # of a slice each, the first ranks
-
-    @classmethod
-    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
-        return cls(barrier, world.node.rank) if barrier and len(set(world.nodes)) == 1 else None
 
     def announce(self, arrays: Sequence[tuple[Any, Any]]) -> bool:
         self._announced = []
@@ -95,7 +92,7 @@ class SharedMemoryTransport(Transport):
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
-        barrier = self._barrier
+        barrier = self.barrier
         mine = b"".join(digests[:MAX_DIGESTS])
         if barrier.passed == barrier.last:  # else the wait was interrupted, and is resumed
             self._brought = self._load(data) if data else 0
@@ -118,13 +115,13 @@ class SharedMemoryTransport(Transport):
         return len(mine) // DIGEST_SIZE
 
     def absent(self) -> list[int]:
-        return self._barrier.absent()
+        return self.barrier.absent()
 
     def check_alive(self) -> None:
-        self._barrier.check_alive()
+        self.barrier.check_alive()
 
     def leave(self) -> None:
-        self._barrier.leave()
+        self.barrier.leave()
 
     def complete(self) -> None:
         if self._is_incomplete:
@@ -132,7 +129,7 @@ class SharedMemoryTransport(Transport):
 
     def confirm(self) -> None:
         self._brought, self._is_incomplete = 0, False
-        self._barrier.meet()
+        self.barrier.meet()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         return self.arena.empty(size, np.dtype(dtype))
@@ -150,7 +147,7 @@ class SharedMemoryTransport(Transport):
     def gather(self, message: bytes) -> list[bytes]:
         """Exchange the lengths, and then the messages."""
         self._brought = 0
-        barrier = self._barrier
+        barrier = self.barrier
         barrier.own.write(barrier.next, [len(message)])
         generation = barrier.meet()
         result = [np.empty(slot.numbers(generation)[0], np.uint8) for slot in barrier.slots]
@@ -219,7 +216,7 @@ class SharedMemoryTransport(Transport):
         chunks = cut(sends, results, self._room(first))
         reduce = self._reducer(first.dtype, op, scaling)
         owners = self._owners_of(first)
-        chunked = ChunkedAllreduce(self._barrier, self.rank, chunks, owners, reduce, self.lane)
+        chunked = ChunkedAllreduce(self.barrier, self.rank, chunks, owners, reduce, self.lane)
         return lambda: chunked.run(self._take_brought(sends))
 
     def _reduce_small(
@@ -227,10 +224,10 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce all ranks' copies of arrays on every rank."""
         generation = self._take_brought(sends)
-        if self._barrier.passed != generation:
-            self._barrier.wait(generation)
+        if self.barrier.passed != generation:
+            self.barrier.wait(generation)
         size = sum(send.size for send in sends) if len(sends) > 1 else sends[0].size
-        slots = self._barrier.chunks(generation % COPIES, size, sends[0].dtype)
+        slots = self.barrier.chunks(generation % COPIES, size, sends[0].dtype)
         if len(sends) == 1:
             reduce_into(results[0], slots, op, scaling)
             return
@@ -243,7 +240,7 @@ class SharedMemoryTransport(Transport):
         generation, self._brought = self._brought, 0
         if not generation:
             self._load(arrays)
-            generation = self._barrier.arrive()
+            generation = self.barrier.arrive()
         return generation
 
     def _is_small(self, nbytes: int) -> bool:
@@ -265,16 +262,16 @@ class SharedMemoryTransport(Transport):
         Other ranks may load more arrays, or fewer. Those that all have are the first of each, and
         lie in the same place.
         """
-        following, first = self._barrier.last + 1, arrays[0]
+        following, first = self.barrier.last + 1, arrays[0]
         if len(arrays) == 1 and self._is_small(first.nbytes):
-            slots = self._barrier.chunks(following % COPIES, first.size, first.dtype)
+            slots = self.barrier.chunks(following % COPIES, first.size, first.dtype)
             np.copyto(slots[self.rank], first)
             return following
         chunk = cut(arrays, arrays, self._room(first))[0]
         own = slice_of(self.rank, chunk.size, self._owners_of(first))
         if self._is_small(chunk.size * first.itemsize):
             own = slice(0, 0)  # where that is all that the ranks have in common, each reads it all
-        slots = self._barrier.chunks(following % COPIES, chunk.size, first.dtype)
+        slots = self.barrier.chunks(following % COPIES, chunk.size, first.dtype)
         perform(load(slots[self.rank], chunk, own, self.lane))
         return following
 
@@ -289,7 +286,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce this rank's slice of all ranks' arrays into all ranks' results."""
         self._brought = 0
-        barrier = self._barrier
+        barrier = self.barrier
         numbers = self._places.pop(offsets, [])
         is_announced = self._is_incomplete = bool(numbers)
         if not is_announced:
@@ -329,7 +326,7 @@ class SharedMemoryTransport(Transport):
         """Return all ranks' arrays that correspond to one's own, from their offsets."""
         return [
             own if rank == self.rank else slot.peer.view(offset, own.size, own.dtype)
-            for rank, (slot, offset) in enumerate(zip(self._barrier.slots, offsets, strict=True))
+            for rank, (slot, offset) in enumerate(zip(self.barrier.slots, offsets, strict=True))
         ]
 
     def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> PreparedReduction:
@@ -337,7 +334,7 @@ class SharedMemoryTransport(Transport):
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a part of every rank's chunk for each other rank."""
-        barrier, byte = self._barrier, np.dtype(np.uint8)
+        barrier, byte = self.barrier, np.dtype(np.uint8)
         room = max(self.chunk // self.size, 1)
         barrier.own.write(barrier.next, [max(piece.size for piece in pieces)])
         generation = barrier.meet()
@@ -355,7 +352,7 @@ class SharedMemoryTransport(Transport):
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a chunk of every rank's piece."""
-        barrier = self._barrier
+        barrier = self.barrier
         longest = max(part.size for part in result)
         for start in range(0, longest, self.chunk):
             own = piece[start : start + self.chunk]
@@ -376,18 +373,18 @@ class SharedMemoryTransport(Transport):
         self.arena.close()
 
 
-def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
+def join_nodes(world: World, before: Barrier | None = None) -> Barrier | None:
     """Set up a barrier on each node of a world; collective.
 
     Args:
-        arena: this rank's memory, of a barrier that no rank uses any more; None: a new one.
+        before: a barrier that no rank uses any more, whose memory the new one uses; None: none.
 
     Returns:
         None on all ranks if any of them cannot share memory; rank 0 logs why.
     """
     barrier, failure = None, None
     try:
-        barrier = _join_node(world, arena)
+        barrier = _join_node(world, before)
     except OSError as error:
         failure = str(error)
     for rank, text in enumerate(world.comm.allgather(failure)):
@@ -403,7 +400,7 @@ def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
     return barrier
 
 
-def _join_node(world: World, arena: Arena | None) -> Barrier | None:
+def _join_node(world: World, before: Barrier | None) -> Barrier | None:
     """Set up the barrier of this node; all of its ranks take part, whichever of them fails.
 
     Raises:
@@ -412,8 +409,9 @@ def _join_node(world: World, arena: Arena | None) -> Barrier | None:
     try:
         if not futex.is_supported():
             raise OSError("it needs Linux on x86-64")
-        arena = Arena() if arena is None else arena
-        reset(arena)  # before the others get the key: they poll it as soon as they do
+        arena = Arena() if before is None else before.arena
+        if before is not None:
+            before.reset()  # before the others get the key: they poll it as soon as they do
         here = os.getpid(), arena.key, os.sched_getaffinity(0)
     except OSError:
         world.node.allgather(None)
@@ -425,7 +423,8 @@ def _join_node(world: World, arena: Arena | None) -> Barrier | None:
     ranks = list(itertools.compress(world.ids, is_here))
     cores = set().union(*(cores for _, _, cores in everywhere))
     processes = [(pid, key) for pid, key, _ in everywhere]
-    return Barrier(world.node.rank, ranks, arena, processes, len(processes) > len(cores))
+    crowded = len(processes) > len(cores)
+    return Barrier(world.node.rank, ranks, arena, processes, crowded, before)
 
 
 def _pieces_of(

@@ -43,7 +43,7 @@ class Rank:
 
     def run(self, exchange):
         work = self.transport.enqueue(exchange)
-        work.wait(20)
+        work.wait()
         assert work.done()
 
 

@@ -159,9 +159,6 @@ class FakeCuda:
         self.released = threading.Event()
         self._current = threading.local()
 
-    def device_name(self, device):
-        return "fake"
-
     def bus_id(self, device):
         return self._bus
 

@@ -116,7 +116,7 @@ class DeviceRanks:
         engine.gradients, engine.named = gradients, named
         engine.settings = self.settings
         engine.memory = make_memory(FakeCuda(self.node, str(rank)))
-        engine.calls = Calls(named.operations)
+        engine.calls = Calls(named.queue.operations)
         engine.supervisor = Supervisor()
         return engine
 

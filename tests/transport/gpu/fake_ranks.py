@@ -18,7 +18,7 @@ def connect(size, cudas=None, **options):
 
     def make(control):
         cuda = cudas[control.rank]
-        return connect_device(control, 0, cuda=cuda, **options), cuda
+        return connect_device(control, 0, cuda, **options), cuda
 
     made = on_all_ranks(make, controls)
     return [

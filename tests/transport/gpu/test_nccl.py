@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 
 import numpy as np
@@ -11,7 +10,6 @@ from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.nccl import NCCLTransport
-from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.registry import connect_device
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu import device_checks
@@ -72,14 +70,6 @@ def test_where_nccl_cannot_work_all_ranks_go_through_the_host(cudas, reason, cap
     on_all_ranks(device_checks.broadcast, ranks)
 
 
-def test_a_rank_that_fails_to_connect_makes_the_others_abort(monkeypatch):
-    monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 0.05)
-    node = FakeNode()
-    cudas = [FakeCuda(node, "0"), FakeCuda(node, "1", refuses="connect")]
-    ranks = connect(2, lambda _: cudas)
-    assert all(type(rank.transport) is DeviceTransport for rank in ranks)
-
-
 def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
     """Rank 1 connects, and then something fails on it."""
     node = FakeNode()
@@ -108,70 +98,17 @@ def test_ranks_may_share_a_device_where_nccl_is_told_so(monkeypatch):
 # The order of work
 
 
-def _producing(rank, value, size=1000):
-    """A framework's stream whose pending kernel writes ``value``; the data are 0 before."""
-    node = node_of(rank)
-    stream = node.new_stream()
-    array = np.zeros(size, np.float32)
-    node.launch(stream, lambda: array.fill(value))
-    return stream, array
-
-
 def _sum(rank, array, result):
     return lambda: rank.transport.allreduce(array, result, Sum, Scaling())
-
-
-def test_work_waits_for_the_data_and_readers_wait_for_the_work():
-    def exchange(rank):
-        stream, array = _producing(rank, rank.rank + 1.0)
-        result, seen = np.zeros_like(array), np.zeros_like(array)
-        ready = rank.transport.record(stream.ptr)
-        work = rank.transport.enqueue(_sum(rank, array, result), [ready])
-        work.wait_on(stream.ptr)
-        node_of(rank).launch(stream, lambda: np.copyto(seen, result))
-        node_of(rank).synchronize(stream)
-        return seen
-
-    for seen in on_all_ranks(exchange, connect(3)):
-        assert (seen == 6).all()
-
-
-def test_without_the_event_the_work_sees_old_data():
-    """The fake can detect a forgotten event."""
-
-    def exchange(rank):
-        stream, array = _producing(rank, rank.rank + 1.0)
-        result = np.zeros_like(array)
-        rank.transport.enqueue(_sum(rank, array, result)).wait(10)
-        node_of(rank).synchronize(stream)
-        return result
-
-    for result in on_all_ranks(exchange, connect(2)):
-        assert (result == 0).all()
-
-
-def test_without_waiting_a_reader_sees_the_old_result():
-    def exchange(rank):
-        stream, array = _producing(rank, rank.rank + 1.0)
-        result, seen = np.zeros_like(array), np.zeros_like(array)
-        ready = rank.transport.record(stream.ptr)
-        work = rank.transport.enqueue(_sum(rank, array, result), [ready])
-        node_of(rank).launch(stream, lambda: np.copyto(seen, result))
-        node_of(rank).synchronize(stream)
-        work.wait(10)
-        return seen, result
-
-    for seen, result in on_all_ranks(exchange, connect(2)):
-        assert (seen == 0).all()
-        assert (result == 3).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bool"])
 def test_the_host_never_waits_for_the_device(dtype):
     """Everything is enqueued, and nothing of it has happened."""
     ranks = connect(2)
-    stream, _ = _producing(ranks[0], 1.0)
-    array = np.ones(9, dtype)
+    node = node_of(ranks[0])
+    stream, array = node.new_stream(), np.ones(9, dtype)
+    node.launch(stream, lambda: array.fill(1))
     op = Max if dtype == "bool" else Sum
 
     def exchange(rank):
@@ -184,7 +121,7 @@ def test_the_host_never_waits_for_the_device(dtype):
 
     for rank in ranks:  # one after the other: a rank that waited would wait for ever
         exchange(rank)
-    assert node_of(ranks[0]).executed == []
+    assert node.executed == []
 
 
 def test_arithmetic_takes_its_place_between_collectives():
@@ -196,26 +133,11 @@ def test_arithmetic_takes_its_place_between_collectives():
             rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0))
             rank.transport.allreduce(array, array, Sum, Scaling())
 
-        rank.transport.enqueue(twice).wait(10)
+        rank.transport.enqueue(twice).wait()
         return array
 
     for array in on_all_ranks(exchange, connect(2)):
         assert (array == 60).all()
-
-
-def test_a_collective_outside_of_enqueue_is_refused():
-    (rank,) = connect(1)
-    array = np.zeros(4, np.uint8)
-    calls = [
-        lambda: rank.transport.allreduce(array, array, Sum, Scaling()),
-        lambda: rank.transport.reducescatter([array], array, Sum, Scaling()),
-        lambda: rank.transport.alltoall([array], [array]),
-        lambda: rank.transport.allgather(array, [array]),
-        lambda: rank.transport.broadcast(array, 0),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="outside of enqueue"):
-            call()
 
 
 def test_averages_of_powers_of_two_cost_no_second_pass():
@@ -223,7 +145,7 @@ def test_averages_of_powers_of_two_cost_no_second_pass():
         array = np.full(8, rank.rank, np.float32)
         rank.transport.enqueue(
             lambda: rank.transport.allreduce(array, array, Sum, Scaling(1.0, rank.size))
-        ).wait(10)
+        ).wait()
         return array
 
     for size, passes in ((2, 0), (3, 3)):
@@ -264,40 +186,15 @@ def test_abort_is_idempotent():
 
 def test_a_peer_that_does_not_come_is_an_error_in_time():
     """Rank 1 never calls; rank 0's device would wait for ever."""
-    rank, _ = connect(2)
+    rank, _ = connect(2, timeout=0.1)
     array = np.ones(4, np.float32)
     work = rank.transport.enqueue(_sum(rank, array, array))
     assert not work.done()
     with pytest.raises(HorovodInternalError, match=r"nothing came for 0\.1 s; a rank has ended"):
-        work.wait(0.1)
+        work.wait()
     assert node_of(rank).communicators[0].aborts == 1
     with pytest.raises(HorovodInternalError, match="nothing came"):
         work.done()  # the abort has ended it, and it must not pass for done
-
-
-def test_the_transport_knows_how_long_to_wait():
-    rank, _ = connect(2, timeout=0.05)
-    array = np.ones(4, np.float32)
-    with pytest.raises(HorovodInternalError, match="nothing came"):
-        rank.transport.enqueue(_sum(rank, array, array)).wait()
-
-
-def test_an_error_while_waiting_ends_the_wait():
-    rank, _ = connect(2)
-    array = np.ones(4, np.float32)
-    work = rank.transport.enqueue(_sum(rank, array, array))
-    errors = []
-
-    def wait():
-        with pytest.raises(HorovodInternalError, match="network is down") as raised:
-            work.wait()
-        errors.append(raised)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    node_of(rank).communicators[0].async_error = "the network is down"
-    thread.join(10)
-    assert len(errors) == 1
 
 
 def test_work_that_an_abort_ended_does_not_pass_for_done():
@@ -350,7 +247,7 @@ def test_an_error_of_the_device_ends_every_wait():
     work = rank.transport.enqueue(_sum(rank, array, array))
     work._event.error = RuntimeError("cudaErrorIllegalAddress")
     with pytest.raises(HorovodInternalError, match=r"rank 0: .*cudaErrorIllegalAddress"):
-        work.wait(10)
+        work.wait()
     assert node_of(rank).communicators[0].aborts == 1
 
 
@@ -436,12 +333,6 @@ def test_close_aborts_what_does_not_end():
     assert (communicator.aborts, communicator.destroyed) == (1, False)
 
 
-def test_without_cupy_it_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(HorovodInternalError, match=r"rank 0 .*pip install 'hvdlite\[cuda13\]'"):
-        connect_device(Loopback(), 0)
-
-
 def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
     node = FakeNode()
     cudas = [FakeCuda(node, "0"), FakeCuda(node, "1")]
@@ -453,7 +344,7 @@ def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
 
     def refused(control):
         with pytest.raises(HorovodInternalError, match=r"rank 1 .*invalid device ordinal"):
-            connect_device(control, 0, cuda=cudas[control.rank])
+            connect_device(control, 0, cudas[control.rank])
 
     on_all_ranks(refused, Simulation(2).transports)
 
@@ -462,7 +353,7 @@ def test_all_ranks_use_the_control_transport_in_the_same_way():
     simulation = Simulation(2)
     node = FakeNode()
     on_all_ranks(
-        lambda control: connect_device(control, 0, cuda=FakeCuda(node, str(control.rank))),
+        lambda control: connect_device(control, 0, FakeCuda(node, str(control.rank))),
         simulation.transports,
     )
     assert simulation.calls == [["gather", "broadcast", "gather"]] * 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from hvdlite.base.reduction import Adasum, Scaling, Sum
 from hvdlite.transport.gpu.base import DeviceTransport
 from tests.references import check_reduction, samples
 from tests.simulation import Simulation, on_all_ranks
-from tests.transport.gpu import device_checks
+from tests.transport.gpu import device_checks, fake_ranks
 from tests.transport.gpu.device_checks import Rank
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 from tests.transport.gpu.fake_ranks import _download, _upload, node_of
@@ -17,7 +19,7 @@ def connect(size, chunk_bytes):
     node = FakeNode()
     return [
         Rank(
-            DeviceTransport(FakeCuda(node), control, 0, None, chunk_bytes),
+            DeviceTransport(FakeCuda(node), control, 0, chunk_bytes=chunk_bytes),
             control,
             _upload,
             _download,
@@ -79,7 +81,11 @@ def test_the_next_chunk_is_on_its_way_while_the_host_exchanges_one():
     np.testing.assert_array_equal(array, np.arange(12))
 
 
-def test_work_waits_for_the_data_and_readers_wait_for_the_work():
+EACH = pytest.mark.parametrize("make", [partial(connect, chunk_bytes=64), fake_ranks.connect])
+
+
+@EACH
+def test_work_waits_for_the_data_and_readers_wait_for_the_work(make):
     def exchange(rank, *, forget):
         node = node_of(rank)
         stream = node.new_stream()
@@ -89,6 +95,8 @@ def test_work_waits_for_the_data_and_readers_wait_for_the_work():
         work = rank.transport.enqueue(
             lambda: rank.transport.allreduce(array, result, Sum, Scaling()), ready
         )
+        if forget == "event":
+            work.wait()  # the stream's own order would bring the data before
         if forget != "wait":
             work.wait_on(stream.ptr)
         node.launch(stream, lambda: np.copyto(seen, result))
@@ -97,7 +105,7 @@ def test_work_waits_for_the_data_and_readers_wait_for_the_work():
         return seen[-1]
 
     for forget, expected in ((None, 3), ("event", 0), ("wait", 0)):
-        found = on_all_ranks(lambda rank: exchange(rank, forget=forget), connect(2, 64))  # noqa: B023
+        found = on_all_ranks(lambda rank: exchange(rank, forget=forget), make(2))  # noqa: B023
         assert found == [expected] * 2, forget
 
 
@@ -124,11 +132,13 @@ def test_pinned_memory_is_not_used_again_before_the_device_has_fetched_it(collec
     assert on_all_ranks(exchange, connect(2, 16)) == [[[0, 1], [10, 11], [20, 21]]] * 2
 
 
-def test_a_collective_outside_of_enqueue_is_refused():
-    (rank,) = connect(1, 16)
+@EACH
+def test_a_collective_outside_of_enqueue_is_refused(make):
+    (rank,) = make(1)
     array = np.zeros(4, np.uint8)
     calls = [
         lambda: rank.transport.allreduce(array, array, Sum, Scaling()),
+        lambda: rank.transport.reducescatter([array], array, Sum, Scaling()),
         lambda: rank.transport.alltoall([array], [array]),
         lambda: rank.transport.allgather(array, [array]),
         lambda: rank.transport.broadcast(array, 0),

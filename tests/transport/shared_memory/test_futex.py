@@ -31,13 +31,6 @@ def wait_for(word, seen, seconds):
     return word.value
 
 
-def test_two_views_of_one_word():
-    memory = mmap.mmap(-1, 4096)
-    mine, theirs, next_to_it = (Futex.from_buffer(memory, offset) for offset in (64, 64, 68))
-    mine.value = 7
-    assert (mine.value, theirs.value, next_to_it.value) == (7, 7, 0)
-
-
 def test_it_has_32_bits(word):
     word.value = 2**32 + 5
     assert word.value == 5
@@ -80,18 +73,6 @@ def test_all_waiters_are_woken(word, waiting):
         thread.join(5)
     assert time.monotonic() - start < 1.0
     assert found == [9] * waiting
-
-
-def test_other_threads_run_while_one_waits(word):
-    thread = threading.Thread(target=word.wait, args=(0, 10.0), daemon=True)
-    thread.start()
-    count = sum(1 for _ in range(100_000))  # would take ten seconds
-    assert thread.is_alive()
-    assert count == 100_000
-    word.value = 1
-    word.wake()
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 def test_a_wait_uses_no_processor(word):

@@ -167,13 +167,6 @@ class TestReuse:
         assert array.sum() == 3000
         del array
 
-    def test_a_thousand_arrays_of_one_size_cost_what_one_does(self, arena):
-        arena.empty(5000, FLOAT)
-        files = open_files()
-        for _ in range(1000):
-            arena.empty(5000, FLOAT)[...] = 1
-        assert open_files() == files
-
     def test_a_thousand_arrays_of_all_sizes_cost_what_few_do(self, arena):
         """Fused arrays vary with the operations that are ready, and so does their size."""
         files, memory = open_files(), memory_in_use()
