@@ -226,7 +226,7 @@ def test_a_layer_of_two_checkpoints():
         assert sum(training.bare) == 14
 
 
-@ranks(2)
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})  # in a world that reads the parameter
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_gradients_that_stay_beside_a_layer_without_any(monkeypatch, overlap):
     """Two passes through a part each: what is there after the first is not all new."""

@@ -200,7 +200,7 @@ def replace(model, optimizer):
     ],
 )
 @pytest.mark.parametrize("overlap", ["0", "1"])
-@ranks(2)
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})  # in a world that reads the parameter
 def test_parameters_that_one_rank_alone_changes_are_an_error(
     monkeypatch, size, change, names, overlap
 ):
