@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch.persistent import caches, keep
+from hvdlite.torch.handles import caches, keep
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 
 DTYPES = [
