@@ -1,4 +1,4 @@
-"""Changes of torch.distributed for the backend, and the names there that are not public."""
+"""Changes of torch.distributed for the backend."""
 
 from __future__ import annotations
 
@@ -24,17 +24,6 @@ from hvdlite.world import world
 #: The backend's name.
 NAME = "hvdlite"
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-#: The names that are not public; a test sees whether a release of torch still has them.
-PRIVATE = (
-    (c10d, "BackendConfig _get_default_group monitored_barrier"),
-    (_rendezvous, "_rendezvous_handlers"),
-    (torch.UntypedStorage, "_swap_data_ptr_"),
-    (torch._C, "_current_autograd_node _current_graph_task_id"),
-    (torch.autograd, "_profiler_enabled"),
-    (torch.autograd.graph, "_engine_run_backward"),
-    (torch.profiler.record_function, "_call_end_callbacks_on_future"),
-    (torch.autograd.Variable._execution_engine, "queue_callback"),
-)
 
 
 def install() -> None:

@@ -29,8 +29,14 @@ from hvdlite.torch.autograd import (
     Reducescatter,
 )
 from hvdlite.torch.device_memory import device_array, device_converter
-from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
-from hvdlite.torch.persistent import allreduce_in_place, memory_of
+from hvdlite.torch.handles import (
+    TensorHandle,
+    allreduce_in_place,
+    in_place,
+    memory_of,
+    submit,
+    synchronize,
+)
 from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
 __all__ = [
@@ -207,17 +213,12 @@ def broadcast_async_(
 ) -> TensorHandle:
     """Start `broadcast_` and return a handle; do not touch the tensor until it is done."""
     engine = runtime.engine(process_set)
-    convert = copy_result
 
     def describe(name: str) -> Operation:
-        nonlocal convert
         array = to_array(tensor, device_array)
-        out = memory_of(tensor, array)
-        convert = copy_result if out is None else mark_written
-        return describe_broadcast(engine, array, name, root_rank, out)
+        return describe_broadcast(engine, array, name, root_rank, memory_of(tensor, array))
 
-    handle = engine.submit("broadcast", name, describe)
-    return TensorHandle(handle, convert, tensor)
+    return submit("broadcast", name, describe, in_place, tensor, process_set)
 
 
 def broadcast(

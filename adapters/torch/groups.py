@@ -16,8 +16,7 @@ from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.torch.autograd import Allgather, Allreduce, Reducescatter
 from hvdlite.torch.device_memory import device_converter
-from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, synchronize
-from hvdlite.torch.persistent import memory_of
+from hvdlite.torch.handles import TensorHandle, in_place, memory_of, synchronize
 from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
 __all__ = [
@@ -117,16 +116,10 @@ def grouped_allreduce_async_(
             outs.append(memory_of(listed[len(outs)], array))
             yield array
 
-    def convert(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            copy_result(result, tensor) if out is None else mark_written(result, tensor)
-            for result, tensor, out in zip(on_current_stream(results), tensors, outs, strict=True)
-        ]
-
     handle = collectives.grouped_allreduce_async(
         arrays(), average, name, op, *factors, outs=outs, process_set=process_set
     )
-    return TensorHandle(handle, convert, listed)
+    return TensorHandle(handle, _in_place, listed)
 
 
 def grouped_allgather(
@@ -201,3 +194,7 @@ def _arrays(
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(to_tensor_like, on_current_stream(results), tensors))
+
+
+def _in_place(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(map(in_place, on_current_stream(results), tensors))

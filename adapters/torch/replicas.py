@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.gradients.replicas import (
+    DEVICE_STRIDE,
     Find,
     ReplicaCheck,
     describe_optimizer,
@@ -22,8 +23,6 @@ _REMEDY = (
     "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
-# A read from a device waits for it, so several slices are read at once.
-_DEVICE_STRIDE = 16
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 FindOptimizer = Callable[[], torch.optim.Optimizer | None]
@@ -93,7 +92,7 @@ class _Replica:
 
     def stride(self) -> int:
         """Return the number of steps from slice to slice."""
-        return _DEVICE_STRIDE if any(not each.is_cpu for each in self._parameters) else 1
+        return DEVICE_STRIDE if any(not each.is_cpu for each in self._parameters) else 1
 
 
 def _is_plain(item: Any) -> bool:

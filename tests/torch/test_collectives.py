@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch.persistent import caches, keep
+from hvdlite.torch.handles import caches, keep
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 
 DTYPES = [
@@ -33,15 +33,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-
-
-@ranks(2)
-def test_average_is_the_default_and_scales(size):
-    hvd.init()
-    tensor = torch.full((5,), float(hvd.rank()))
-    assert torch.allclose(hvd.allreduce(tensor), torch.full((5,), (size - 1) / 2))
-    scaled = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
-    assert torch.allclose(scaled, torch.full((5,), size * (size - 1) / 2))
 
 
 @ranks(2)
@@ -109,37 +100,16 @@ def test_in_place_result_counts_as_a_change_for_autograd():
 
 
 @ranks(2)
-def test_compression_rounds_as_its_type(size):
-    hvd.init()
-    values = torch.linspace(-3, 3, 1001) + hvd.rank() * 0.1
-    exact = sum(np.linspace(-3, 3, 1001) + rank * 0.1 for rank in range(size)) / size
-    for compression, step in ((hvd.Compression.fp16, 2**-10), (hvd.Compression.bf16, 2**-7)):
-        result = hvd.allreduce(values, compression=compression)
-        assert result.dtype == torch.float32
-        error = np.abs(result.numpy() - exact)
-        assert error.max() <= 4 * step
-        assert error.max() > 0, "nothing was rounded"
-    with pytest.raises(TypeError, match=r"hvd.Compression.none"):
-        hvd.allreduce(values, compression="fp16")
-
-
-@ranks(2)
-def test_what_is_no_dense_tensor_is_refused_with_the_remedy():
-    hvd.init()
-    with pytest.raises(TypeError, match=r"found float; use torch\.as_tensor"):
-        hvd.allreduce(1.0)
-    with pytest.raises(TypeError, match="to_dense"):
-        hvd.allreduce(torch.eye(3).to_sparse())
-
-
-@ranks(2)
 def test_mismatch_is_raised_on_all_ranks_and_the_next_call_works(size):
     hvd.init()
     with pytest.raises(hvd.HorovodInternalError, match=r"'x'.*shape.*\(3,\) on ranks? 0"):
         hvd.allreduce(torch.zeros(3 + (hvd.rank() == 1)), name="x")
     dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+    handle = hvd.allreduce_async(torch.zeros(3, dtype=dtype), name="x")
     with pytest.raises(hvd.HorovodInternalError, match=r"dtype is float32 on ranks? 0"):
-        hvd.allreduce(torch.zeros(3, dtype=dtype), name="x")
+        hvd.synchronize(handle)
+    with pytest.raises(ValueError, match="synchronized before"):
+        hvd.synchronize(handle)
     assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == size
 
 
@@ -243,20 +213,6 @@ def test_a_call_of_the_same_name_for_something_else(size):
 
 
 @ranks(2)
-def test_what_is_kept_does_not_hide_that_ranks_disagree(size):
-    hvd.init()
-    tensor = torch.ones(4, 4)
-    reduce_in_place(tensor)
-    kept = tensor.data
-    if hvd.rank() == 1:
-        tensor.data = kept.view(2, 8)
-    with pytest.raises(hvd.HorovodInternalError, match=r"'again': shape is \(4, 4\) on rank 0"):
-        hvd.allreduce_(tensor, name="again", op=hvd.Sum)
-    tensor.data = kept.fill_(1)
-    assert reduce_in_place(tensor).tolist() == [[4.0] * 4] * 4
-
-
-@ranks(2)
 def test_a_kept_call_and_errors(size):
     hvd.init()
     tensor = torch.ones(4)
@@ -323,7 +279,7 @@ def test_the_oldest_makes_room():
     assert [*kept] == ["b", "d"]
 
 
-@pytest.mark.parametrize("capacity", [1, 10])
+@pytest.mark.parametrize("capacity", [0, 10])
 def test_many_threads_keep_calls(capacity):
     kept = OrderedDict()
 
@@ -341,17 +297,6 @@ def test_many_threads_keep_calls(capacity):
         thread.join(20)
     assert not any(map(threading.Thread.is_alive, threads))
     assert len(kept) <= capacity
-
-
-@pytest.mark.slow
-@ranks(2, settings={"HOROVOD_CACHE_CAPACITY": "0"})
-def test_nothing_is_kept_where_there_is_no_room(size):
-    hvd.init()
-    tensor = torch.ones(4)
-    for _ in range(3):
-        reduce_in_place(tensor.fill_(1))
-        assert tensor.tolist() == [4.0] * 4
-    assert len(caches[runtime.engine()]) == 0
 
 
 @ranks(2)
@@ -416,8 +361,8 @@ def test_tensors_that_cannot_be_exchanged_are_refused_at_once():
         (torch.ones(2, device="meta"), "on the device meta"),
         (quantised, r"torch.qint8 .* cannot be exchanged; convert it first, by .dequantize\(\)"),
         (torch.ones(2).to(torch.float8_e4m3fn), r"float8_e4m3fn .* first, by .float\(\)"),
-        (torch.eye(2).to_sparse(), "expected a dense tensor"),
-        (np.ones(2), "expected a torch.Tensor, found ndarray"),
+        (torch.eye(2).to_sparse(), r"expected a dense tensor.*to_dense\(\)"),
+        (np.ones(2), r"expected a torch.Tensor, found ndarray; use torch\.as_tensor"),
     ):
         for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
             with pytest.raises((TypeError, ValueError), match=words):

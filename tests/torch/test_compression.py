@@ -236,25 +236,9 @@ class TestBatchSize:
             optimizer.step()
         with pytest.raises(ValueError, match="comes after a step without it"):
             step(parameters, optimizer, 0, batch_size=1)
-        parameters, optimizer = make(Compression.none)
-        with pytest.raises(hvd.HorovodInternalError, match="batch_size is 0 on all ranks"):
-            step(parameters, optimizer, 0, batch_size=0)
         parameters, optimizer = make(Compression.none, op=hvd.Sum)
         with pytest.raises(ValueError, match="batch_size weights averages"):
             step(parameters, optimizer, 0, batch_size=1)
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-
-    @ranks(2)
-    def test_on_one_rank_only(self):
-        new_world()
-        parameters, optimizer = make(Compression.none)
-        for number in range(2):  # in the first step both know of it
-            given = {"batch_size": 2} if number == 0 or hvd.rank() == 0 else {}
-            if number == 0:
-                step(parameters, optimizer, number, **given)
-                continue
-            with pytest.raises(hvd.HorovodInternalError, match="rank 1 gave no batch_size"):
-                step(parameters, optimizer, number, **given)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
     @ranks(2)
@@ -271,23 +255,6 @@ class TestBatchSize:
             with pytest.raises(hvd.MismatchError, match=words):
                 step(parameters, optimizer, 1)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-
-    @ranks(2)
-    def test_of_a_rank_that_had_joined_before_its_first_step(self):
-        new_world()
-        parameters, optimizer = make(Compression.none)
-        if hvd.rank() == 0:
-            step(parameters, optimizer, 0, batch_size=3)
-        hvd.join()
-        hvd.broadcast_parameters(parameters, root_rank=0)
-        assert_close(parameters["a"].detach(), -gradient("a", 0, 0), 1e-6)
-        for number in (1, 2):
-            step(parameters, optimizer, number, batch_size=1 + 2 * hvd.rank())
-        first, second = (
-            (gradient("a", number, 0) + 3 * gradient("a", number, 1)) / 4 for number in (1, 2)
-        )
-        expected = -gradient("a", 0, 0) - first - second
-        assert_close(parameters["a"].detach(), expected, 1e-5)
 
 
 class Halved:

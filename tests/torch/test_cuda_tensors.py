@@ -188,18 +188,6 @@ def test_what_else_collectives_take(run, size):
     run(size, use)
 
 
-def test_compression(run):
-    def use(rank):
-        values = torch.linspace(-3, 3, 101) * (rank.rank + 1)
-        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-            compression = getattr(hvd.Compression, name)
-            found = read(rank, hvd.allreduce(rank.memory.produce(values), compression=compression))
-            parts = [(torch.linspace(-3, 3, 101) * (r + 1) / 2).to(dtype).float() for r in (0, 1)]
-            assert torch.equal(found, (parts[0] + parts[1]).to(dtype).float())
-
-    run(2, use)
-
-
 class Exotic(Strategy):
     """Knows nothing of devices."""
 
@@ -293,29 +281,6 @@ def test_steps_on_the_average(run, size):
     run(size, train)
 
 
-def test_accumulation_and_gradients_that_are_missing(run):
-    def train(rank):
-        model, optimizer = make_optimizer(rank, backward_passes_per_step=2, op=hvd.Sum)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, rank.rank, step, without=(0, rank.rank + 1))
-            if step != 1:  # a short last accumulation
-                backward(model, rank.rank, step, without=(0, rank.rank + 1))
-            optimizer.synchronize()
-            rank.memory.finish()
-            passes = 1 if step == 1 else 2
-            for number, parameter in enumerate(model.parameters()):
-                if number == 0:
-                    assert parameter.grad is None
-                    continue
-                have = [r + 1 for r in range(2) if number != r + 1]
-                total = passes * sum(have) * (step + 1) * (number + 1)
-                assert torch.equal(parameter.grad, torch.full_like(parameter, total))
-            optimizer._reducer.reset_passes()
-
-    run(2, train)
-
-
 def test_gradients_that_come_on_several_streams(run):
     def train(rank):
         memory = rank.memory
@@ -393,42 +358,6 @@ def test_parameters_of_several_devices_do_not_share_buckets(run, monkeypatch):
     run(2, train)
 
 
-def test_ranks_that_disagree_on_the_device(run, monkeypatch):
-    monkeypatch.setattr(
-        device_memory, "find", lambda tensor: here.rank.memory if here.rank.rank == 0 else None
-    )
-
-    def train(rank):
-        model, optimizer = make_optimizer(rank)
-        backward(model, rank.rank, 0)
-        with pytest.raises(
-            hvd.HorovodInternalError, match="device is cuda on rank 0, cpu on rank 1"
-        ):
-            optimizer.step()
-
-    run(2, train)
-
-
-def test_an_asynchronous_error_ends_the_training_on_all_ranks(run):
-    def train(rank):
-        model, optimizer = make_optimizer(rank)
-        for step in range(2):
-            optimizer.zero_grad()
-            backward(model, rank.rank, step)
-            optimizer.synchronize()
-            rank.memory.finish()
-        if rank.rank == 0:
-            rank.memory.node.communicators[0].async_error = "the network is down"
-        with pytest.raises(hvd.HorovodInternalError):  # noqa: PT012
-            for step in range(2):
-                optimizer._reducer.reset_passes()
-                backward(model, rank.rank, step)
-                optimizer.synchronize()
-        return rank.memory.node.communicators[rank.rank].aborts
-
-    assert run(2, train) == [1, 1]
-
-
 def test_nothing_is_exchanged_while_a_graph_is_captured(run, monkeypatch):
     capturing = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.rank in capturing)
@@ -503,9 +432,3 @@ def test_without_cupy_cuda_tensors_go_through_the_host_with_a_word(monkeypatch, 
         device_memory._load.cache_clear()
     (record,) = caplog.records
     assert "copied to the host and back one by one" in record.getMessage()
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "complex64", "int16"])
-def test_dtypes_there_and_back(name):
-    dtype = getattr(torch, name)
-    assert tensors.torch_dtype(tensors.dtype_of(dtype)) == dtype

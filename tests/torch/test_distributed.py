@@ -123,15 +123,6 @@ def test_a_tensor_that_other_processes_share_stays_where_they_see_it(size):
 
 @ranks(2)
 @grouped
-def test_all_reduces_of_one_tensor_may_be_on_their_way_together(size):
-    tensor = torch.ones(1 << 20)
-    for work in [dist.all_reduce(tensor, async_op=True) for _ in range(4)]:
-        work.wait()
-    assert (tensor == size**4).all()
-
-
-@ranks(2)
-@grouped
 def test_tensors_whose_elements_do_not_lie_in_order(size):
     base = own((6, 4))
     tensor = base.clone().T
@@ -202,24 +193,6 @@ def test_all_to_all_gather_and_scatter(size):
         part = torch.empty(shape)
         dist.scatter(part, given, root)
         assert torch.equal(part, own(shape, rank=100 + rank))
-
-
-@ranks(2)
-@grouped
-def test_objects(size):
-    rank = dist.get_rank()
-    found = [None] * size
-    dist.all_gather_object(found, {"rank": rank})
-    assert found == [{"rank": other} for other in range(size)]
-    values = [rank, "x"]
-    dist.broadcast_object_list(values, 1)
-    assert values == [1, "x"]
-    found = [None] * size if rank == 0 else None
-    dist.gather_object(rank, found)
-    assert found in (None, [*range(size)])
-    got = [None]
-    dist.scatter_object_list(got, [*range(size)])
-    assert got == [rank]
 
 
 @ranks(2)
@@ -302,11 +275,12 @@ def test_work_futures_and_coalescing(size):
 @ranks(2)
 @grouped
 def test_calls_on_one_tensor_run_one_after_the_other(size):
-    tensor = torch.ones(3)
-    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
-    for work in works:
-        work.wait()
-    assert tensor.tolist() == [size**3] * 3
+    for count in (3, 1 << 20):  # the large one may move to memory that ranks share
+        tensor = torch.ones(count)
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+        for work in works:
+            work.wait()
+        assert (tensor == size**4).all()
 
 
 @ranks(2)
@@ -504,11 +478,6 @@ def test_substitutes_for_gloo_mpi_and_nothing(size, monkeypatch):
         dist.destroy_process_group()
 
 
-def test_the_private_names_of_torch_are_there():
-    for owner, names in c10d.PRIVATE:
-        assert [name for name in names.split() if not hasattr(owner, name)] == []
-
-
 class Net(torch.nn.Sequential):
     """A model whose weights depend on the arguments alone."""
 
@@ -549,7 +518,7 @@ def alone():
     return weights_of(model)
 
 
-@ranks(2)
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})  # in a world that reads the parameter
 @pytest.mark.parametrize("overlap", "01")
 def test_ddp_trains_as_one_process(size, overlap, monkeypatch):
     monkeypatch.setenv("HVDLITE_OVERLAP", overlap)

@@ -159,19 +159,6 @@ def test_another_order_is_noticed():
 
 
 @ranks(2)
-def test_gaps_that_come_and_go():
-    with hurried() as training:
-        training.step("first")
-        training.step("second")
-        training.step("second")
-        training.step(*BOTH)
-        training.step(*BOTH)
-        assert sum(training.bare) == 14
-        training.step("second")
-        training.step(*BOTH)
-
-
-@ranks(2)
 @pytest.mark.parametrize(
     "bars",
     [
@@ -188,18 +175,6 @@ def test_a_backward_function_that_returns_none(bars):
     training.bars = bars
     for _ in range(10):
         training.step(*BOTH)
-
-
-@ranks(2)
-def test_a_second_backward_pass_is_refused():
-    with hurried() as training:
-        training.optimizer.zero_grad()
-        training.backward(*BOTH)
-        with pytest.raises(RuntimeError, match=r"was computed more than 1 times before step\(\)"):
-            training.backward(*BOTH)
-        with pytest.raises(RuntimeError, match="was changed after backward"):
-            training.optimizer.synchronize()
-        hvd.barrier()
 
 
 @ranks(2)
@@ -251,7 +226,7 @@ def test_a_layer_of_two_checkpoints():
         assert sum(training.bare) == 14
 
 
-@ranks(2)
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})  # in a world that reads the parameter
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_gradients_that_stay_beside_a_layer_without_any(monkeypatch, overlap):
     """Two passes through a part each: what is there after the first is not all new."""
@@ -321,19 +296,6 @@ def test_gradients_that_wait_are_neither_reset_nor_stepped_on(branches):
         training.optimizer.synchronize()
         with training.optimizer.skip_synchronize():
             training.optimizer.step()
-
-
-@ranks(2)
-@pytest.mark.parametrize("branches", [("first",), ("second",)])
-def test_gradients_that_wait_for_others_are_not_reset_at_first_either(branches):
-    hvd.init()
-    training = Training()
-    training.step(*BOTH)
-    training.optimizer.zero_grad()
-    training.backward(*branches)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
-        training.optimizer.zero_grad()
-    training.optimizer.step()
 
 
 @ranks(2)

@@ -17,10 +17,10 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 
 import hvdlite.torch as hvd
 from hvdlite.torch import buffers
+from tests.torch.checks import assert_identical_on_all_ranks
 from tests.torch.test_optimizer import batch as make_batch
 from tests.torch.test_optimizer import flat as weights
 from tests.torch.test_optimizer import (
-    identical_on_all_ranks,
     loss_of,
     make_model,
     own,
@@ -43,32 +43,6 @@ def backward(model, optimizer, step, set_to_none=True):
     optimizer.zero_grad(set_to_none=set_to_none)
     x, y = make_batch(step)
     loss_of(model, own(x), own(y)).backward()
-
-
-@ranks(2)
-@pytest.mark.parametrize("reset", ["optimizer", "model", "in place"])
-def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, reset):
-    monkeypatch.setattr(buffers, "_LARGE", 0)
-    hvd.init()
-    reference = make_model()
-    train(reference, sgd(reference), 12, local=False)
-    model, optimizer = distributed()
-    (members,) = optimizer._reducer._hooks
-    for step in range(12):
-        if reset == "model":
-            model.zero_grad()
-        else:
-            optimizer.zero_grad(set_to_none=reset == "optimizer")
-            assert members._buffers._kept == []
-        x, y = make_batch(step)
-        loss_of(model, own(x), own(y)).backward()
-        assert members._buffers._kept == []
-        before = [parameter.grad.data_ptr() for parameter in model.parameters()]
-        optimizer.step()
-        assert [own.data_ptr() for own in members._buffers._kept] == before
-        after = [parameter.grad.data_ptr() for parameter in model.parameters()]
-        assert not {*before} & {*after}
-    assert relative_error(weights(model), weights(reference)) < 1e-5
 
 
 @ranks(2)
@@ -301,7 +275,7 @@ def check_whole_copies(monkeypatch, **options):
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
     train(model, optimizer, 4)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert identical_on_all_ranks(model)
+    assert_identical_on_all_ranks(model)
     assert not lent
 
 
@@ -415,20 +389,27 @@ def test_gradients_that_share_memory_are_copied(monkeypatch):
 
 
 @ranks(2)
-def test_zero_copy_parts_are_released_when_gradients_are_zeroed(monkeypatch):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_gradients_memory_is_released_when_they_are_zeroed(monkeypatch, by_model):
+    """Where the model zeroes them, when the next step begins."""
     lent = lend_all(monkeypatch)
     hvd.init()
     model, optimizer = distributed()
-    parameters = list(model.parameters())
+    parameters, storages = list(model.parameters()), []
     for step in range(5):
         lent.clear()
-        backward(model, optimizer, step)
+        if by_model:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()  # frees gradients where nothing is exchanged, too
+            assert [storage() for storage in storages] == [None] * len(storages)
+        x, y = make_batch(step)
+        loss_of(model, own(x), own(y)).backward()
+        assert [storage() for storage in storages] == [None] * len(storages)
         storages = [weakref.ref(parameters[number].grad.untyped_storage()) for number in lent]
         assert storages
         optimizer.step()
         assert None not in [storage() for storage in storages]
-        optimizer.zero_grad()  # frees gradients where nothing is exchanged, too
-        assert [storage() for storage in storages] == [None] * len(storages)
 
 
 @pytest.mark.slow

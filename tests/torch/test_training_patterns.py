@@ -225,21 +225,6 @@ def test_gradients_that_cannot_be_written_to(numel):
 
 
 @ranks(2)
-def test_layers_that_are_frozen_and_thawed_between_steps():
-    def train(models, wrap, part):
-        (model,) = models
-        optimizer = wrap(sgd(model))
-        for step in range(8):
-            for parameter in model[0].parameters():
-                parameter.requires_grad_(step % 3 != 1)
-            optimizer.zero_grad()
-            model(part(data_of(step))).square().mean().backward()
-            optimizer.step()
-
-    check_alike(train, make_model)
-
-
-@ranks(2)
 def test_steps_in_the_backward_pass():
     """A parameter's hook takes its step, and frees its gradient before the next one is made."""
 
@@ -304,37 +289,6 @@ def test_backward_with_create_graph():
             square(model, own(data_of(step))).backward(create_graph=True)
         optimizer.step()
         assert_identical_on_all_ranks(model)
-
-
-@ranks(2)
-def test_hooks_of_the_users_own():
-    """A tensor's hook changes what is exchanged; a hook after accumulation sees it before."""
-
-    def train(models, wrap, part):
-        (model,) = models
-        seen = []
-
-        def see(parameter):
-            seen.append(parameter.grad.clone())
-
-        weight, bias = model[0].weight, model[0].bias
-        weight.register_hook(lambda gradient: gradient * 2)
-        bias.register_post_accumulate_grad_hook(
-            lambda parameter: seen.append(parameter.grad.clone())
-        )
-        optimizer = wrap(sgd(model))
-        weight.register_hook(lambda gradient: gradient * 1.5)
-        bias.register_post_accumulate_grad_hook(
-            lambda parameter: seen.append(parameter.grad.clone())
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model(part(data_of(step))).square().mean().backward()
-            optimizer.step()
-        assert len(seen) == 2 * STEPS
-        assert all(map(torch.equal, seen[::2], seen[1::2]))  # this rank's own, both
-
-    check_alike(train, make_model)
 
 
 def drop(parameter):
