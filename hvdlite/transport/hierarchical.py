@@ -39,6 +39,10 @@ class HierarchicalTransport(MPITransport):
         self._nodes = len(ranks)
         self.barrier = barrier
 
+    @classmethod
+    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
+        return cls(MPI, world, barrier) if barrier else None
+
     def revoke(self) -> None:
         """Revoke the communicators, and end waits on this node for this rank."""
         super().revoke()

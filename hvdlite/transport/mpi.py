@@ -20,7 +20,7 @@ from hvdlite.transport.transport import (
     OnWait,
     Transport,
 )
-from hvdlite.world.world import Create, create_at_once
+from hvdlite.world.world import Create, World, create_at_once
 
 # Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
@@ -88,6 +88,10 @@ class MPITransport(Transport):
             ReduceOp.MAX: MPI.MAX,
             ReduceOp.PRODUCT: MPI.PROD,
         }
+
+    @classmethod
+    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
+        return cls(MPI, world.comm, world.ids, world.create)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare the smallest digests with the largest, found as the smallest complements.

@@ -1,4 +1,4 @@
-"""The choice of a transport for a world, and for its devices."""
+"""The registry of transports, and the choice of one for a world and for its devices."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, joi
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
+#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
+#: is the only registration.
+TRANSPORTS: tuple[type[Transport], ...] = (
+    Loopback,
+    SharedMemoryTransport,
+    HierarchicalTransport,
+    MPITransport,
+)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -31,9 +39,7 @@ def connect(
     shared_memory: bool = True,
     before: Transport | None = None,
 ) -> Transport:
-    """Return the best transport for host arrays of a world's ranks; collective.
-
-    This is the only registration of such transports.
+    """Return the best transport for a world's ranks; collective.
 
     Args:
         world: the ranks and their nodes; the transport makes communicators of its own.
@@ -44,15 +50,8 @@ def connect(
     barrier = None
     if shared_memory and len(set(world.nodes)) < world.comm.size:
         barrier = join_nodes(world, getattr(before, "barrier", None))
-    transport: Transport
-    if world.comm.size == 1:
-        transport = Loopback()
-    elif barrier is None:
-        transport = MPITransport(MPI, world.comm, world.ids, world.create)
-    elif len(set(world.nodes)) == 1:
-        transport = SharedMemoryTransport(barrier, world.node.rank)
-    else:
-        transport = HierarchicalTransport(MPI, world, barrier)
+    made = (kind.connect(MPI, world, barrier) for kind in TRANSPORTS)
+    transport = next(each for each in made if each is not None)
     transport.members = world.ids
     return transport
 

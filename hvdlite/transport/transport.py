@@ -20,6 +20,7 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
+from hvdlite.world.world import World
 
 #: Bytes of the smallest array that ranks reduce in each other's memory, see `Transport.announce`.
 LEAST_ANNOUNCED = 2**16
@@ -59,6 +60,16 @@ class Transport(ABC):
     lane: str = ""
     title: str = ""
     confirms: bool = False
+
+    @classmethod
+    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
+        """Return a transport for a world's ranks, or on all of them None if it does not suit them.
+
+        Args:
+            world: the ranks and their nodes; the transport makes communicators of its own.
+            barrier: of the ranks of this node, in shared memory; None: they share none.
+        """
+        return None
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:

@@ -13,12 +13,12 @@ from tests.campaigns import divergence
 @pytest.mark.parametrize("variant", ["plain", pytest.param("virtual", marks=pytest.mark.slow)])
 def test_every_rank_is_told_where_and_when_they_have_parted(variant):
     cases = 6 if variant == "plain" else 3
-    found = divergence.run(variant, seed=len(variant), cases=cases)
+    found = divergence.run("torch", variant, seed=len(variant), cases=cases)
     assert len(found) == cases
     assert max(each.steps for each in found) <= 20
 
 
 @pytest.mark.slow
 def test_no_alarm():
-    output = divergence.run_quietly(divergence.QUIET, steps=30)
+    output = divergence.run_quietly("torch", divergence.QUIET, steps=30)
     assert output.count("30 steps without an alarm") == len(divergence.QUIET)

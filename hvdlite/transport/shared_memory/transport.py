@@ -81,6 +81,10 @@ class SharedMemoryTransport(Transport):
         self._is_incomplete = False  # whether results may lack what other ranks write
         self._owners = self.size  # of a slice each, the first ranks
 
+    @classmethod
+    def connect(cls, MPI: Any, world: World, barrier: Any) -> Transport | None:  # noqa: N803
+        return cls(barrier, world.node.rank) if barrier and len(set(world.nodes)) == 1 else None
+
     def announce(self, arrays: Sequence[tuple[Any, Any]]) -> bool:
         self._announced = []
         for send, result in arrays[:_ANNOUNCED]:

@@ -1,15 +1,16 @@
-"""Models in training with optimizers of PyTorch that can part, for the campaign of divergence."""
+"""Optimizers of PyTorch that can part."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import hvdlite.torch as hvd
 from hvdlite.world import parts
+from tests.campaigns.divergence import Parting
 
 KINDS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 _OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -24,24 +25,10 @@ _NAMES = {
 }
 
 
-class Parting(NamedTuple):
-    """A change that one rank makes alone."""
-
-    change: Callable[[], object]
-    label: str  # a regular expression that the error's first difference matches
-    at_once: bool = False  # it is found in the next step: an option
-    follows: bool = False  # weights part with the step after it, and may be found in its place
-
-
 class Victim:
-    """A small model, with an embedding, in training on this rank.
+    """A small model, with an embedding; see `tests.campaigns.divergence.Victim`."""
 
-    Args:
-        kind: The name of its optimizer.
-        options: Of the distributed optimizer; None: it stays a plain one.
-    """
-
-    def __init__(self, kind: str, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, kind: str, options: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
         self.table = torch.nn.Embedding(6, 8)
         self.body = torch.nn.Sequential(
@@ -53,16 +40,22 @@ class Victim:
         self.model = torch.nn.Sequential()
         self.model.add_module("table", self.table)
         self.model.add_module("body", self.body)
+        self._options = options
+        self._set = options.get("process_set", hvd.global_process_set)
         chosen = {"lr": 0.01, **_OPTIONS.get(kind, dict)()}
         self.optimizer: Any = getattr(torch.optim, kind)(self.model.parameters(), **chosen)
         self._chance = random.Random(0)
-        if options is not None:
-            model = {"model": self.model} if parts.current.are_fixed else {}
-            named = self.model.named_parameters()
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named, **model, **options)
+
+    def wrap(self) -> Victim:
+        """Make the optimizer a distributed one."""
+        model = {"model": self.model} if parts.current.are_fixed else {}
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer, self.model.named_parameters(), **model, **self._options
+        )
+        return self
 
     def step(self, number: int, samples: int | None = None) -> None:
-        """Make a step on data of this rank; with a batch of that size, which weights it."""
+        """Make a step."""
         is_done = False
         while not is_done:
             generator = torch.Generator().manual_seed(1000 * number + hvd.virtual_rank())
@@ -75,12 +68,12 @@ class Victim:
             is_done = self.optimizer.stepped
 
     def broadcast(self, root: int) -> None:
-        """Give all ranks the weights, and the optimizer's state, of one."""
+        """Give all ranks the weights and the state of one."""
         hvd.broadcast_parameters(self.model.state_dict(), root)
         hvd.broadcast_optimizer_state(self.optimizer, root)
 
     def partings(self) -> dict[str, Parting]:
-        """Return the ways in which this rank can part after a step, by name."""
+        """Return an option each, a weight, a state, schedules and loads."""
         group = self.optimizer.param_groups[0]
         options = {
             f"option {name}": Parting(self._changing(name), f"the optimizer's {name} ", True)
@@ -140,3 +133,9 @@ class Victim:
     def _load_weights(self) -> None:
         values = {name: 0.5 * value.detach() for name, value in self.body.named_parameters()}
         self.body.load_state_dict(values, strict=False)
+
+
+def make(kind: str, options: Mapping[str, Any], is_named: bool = False) -> Victim:
+    """Return a victim; only the names of its partings are asked for if ``is_named``."""
+    victim = Victim(kind, options)
+    return victim if is_named else victim.wrap()

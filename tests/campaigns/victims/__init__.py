@@ -1,0 +1,1 @@
+"""Models in training, for the campaign of divergence."""
