@@ -184,6 +184,24 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
         assert close(model.get_weights(), reference(kind(0.1), passes=2))
 
 
+def test_a_model_that_was_trained_before_its_optimizer_was_wrapped():
+    x, y = data()
+    # In batches of the size that follows: a compiled step would be used again.
+    first = x[: BATCH * STEPS], y[: BATCH * STEPS], BATCH
+    for kind in KINDS:
+        expected, model = make_model(), make_model()
+        for each in (expected, model):
+            fit(each, kind(0.1, momentum=0.9), *first, graph=True)
+        optimizer = hvd.DistributedOptimizer(model.optimizer)
+        assert int(optimizer.iterations) == STEPS
+        options = {"shuffle": False, "verbose": 0}
+        with exchanges() as count:
+            model.fit(own(x), own(y), batch_size=BATCH, **options)
+        expected.fit(x, y, batch_size=BATCH * hvd.size(), **options)
+        assert len(count) == STEPS
+        assert close(model.get_weights(), expected.get_weights())
+
+
 def test_momentum_is_corrected_when_the_rate_changes():
     """Compare with SGD in float64 whose velocity is scaled by new rate over old."""
     momentum, rates = 0.9, [0.1, 0.1, 0.2, 0.05]

@@ -169,29 +169,6 @@ def test_loss_scaling_around_accumulation():
     check_fit(make(hvd.DistributedOptimizer), reference(make(lambda inner: inner)))
 
 
-def test_a_model_that_was_trained_before_its_optimizer_was_wrapped():
-    expected, model = make_model(), make_model()
-    x, y = data()
-    # In batches of the size that follows: a compiled step would be used again.
-    for each in (expected, model):
-        fit(
-            each,
-            keras.optimizers.SGD(0.1, momentum=0.9),
-            x[: BATCH * STEPS],
-            y[: BATCH * STEPS],
-            BATCH,
-            graph=True,
-        )
-    optimizer = hvd.DistributedOptimizer(model.optimizer)
-    assert optimizer.iterations.numpy() == STEPS
-    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    with exchanges() as count:
-        model.fit(own(x), own(y), **options)
-    expected.fit(x, y, **{**options, "batch_size": BATCH * hvd.size()})
-    assert len(count) == STEPS
-    assert close(model.get_weights(), expected.get_weights())
-
-
 def test_keras_and_other_optimizers_are_as_they_were():
     with exchanges() as count:
         fit(make_model(), keras.optimizers.SGD(0.1), *map(own, data()), BATCH)
