@@ -33,6 +33,8 @@ ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
 # On a page: all else is written by hand.
 _GENERATED = re.compile(r"(?<=<!-- from the code -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
+# Modules that have names of the interface; the tests of any Keras have its adapter from the latter.
+_OF_INTEREST = "hvdlite", "tests.keras.models"
 # Holds every registered strategy to the same laws.
 _LAWS = "tests/compression/test_laws.py::test_no_more_than_two_buckets"
 
@@ -351,7 +353,7 @@ def _imports_of(source: str) -> Iterator[tuple[str, str]]:
         yield alias, module
     yield "hvdlite", "hvdlite"
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdlite"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OF_INTEREST):
             for name in node.names:
                 yield name.asname or name.name, f"{node.module}.{name.name}"
 

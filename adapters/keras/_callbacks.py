@@ -120,12 +120,7 @@ class BroadcastGlobalVariablesCallback:
             mine = is_built, len(state)
             if all(each == (True, len(state)) for each in collectives.allgather_object(mine, name)):
                 # Gradients that an earlier fit has left to the next update are each rank's own.
-                inner = getattr(optimizer, "inner_optimizer", optimizer)
-                several = getattr(inner, "optimizers", None) or [inner]
-                own = {
-                    id(v) for each in several for v in getattr(each, "_accumulated_gradients", ())
-                }
-                state = [each for each in state if id(each) not in own]
+                state = [each for each in state if "gradient_accumulator" not in each.name]
                 broadcast_variables(state, self.root_rank)
                 self.broadcast_done = True
         self._expect_comparison()

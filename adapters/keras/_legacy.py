@@ -52,7 +52,7 @@ def is_legacy(optimizer: Any) -> bool:
 
 def distribute(optimizer: Any, options: Options) -> Any:
     """Make an optimizer of ``tf_keras`` distributed."""
-    inner = _inner(optimizer)
+    inner = optimizer.inner_optimizer if isinstance(optimizer, _LOSS_SCALING) else None
     parts.current.refuse("legacy Keras", "use Keras 3")
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
@@ -250,10 +250,6 @@ def _separated(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 def _reduced_early(synchronizer: Synchronizer, pairs: Iterable[tuple[Any, Any]]) -> _Pairs:
     gradients, variables = _separated(pairs)
     return list(zip(synchronizer.reduce_early(gradients, variables), variables, strict=True))
-
-
-def _inner(optimizer: Any) -> Any:
-    return optimizer.inner_optimizer if isinstance(optimizer, _LOSS_SCALING) else None
 
 
 @functools.cache

@@ -219,21 +219,14 @@ class Wrapping:
     def __deepcopy__(self, memo: object) -> Wrapping:
         return self  # its options have no state
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         if self.options.process_set is not global_process_set or self.local:
             raise TypeError(
                 "the model's optimizer is distributed among the ranks of a process set, or has "
                 "local layers, which another process does not know; save the model "
                 "(model.save), and wrap the optimizer of the loaded one"
             )
-        fields = vars(self.options).copy()
-        del fields["process_set"]
-        return _unpickled, (self.distribute, fields)
-
-
-def _unpickled(distribute: Callable[[Any, Options], Any], fields: dict[str, Any]) -> Wrapping:
-    options = Options(process_set=global_process_set, **fields)
-    return Wrapping(distribute, options, LocalVariables(options.scale_local))
+        return vars(self)
 
 
 class MarkedName(str):

@@ -23,8 +23,8 @@ def connect(synchronizer: Synchronizer) -> GradientAllreduce:
     return GradientAllreduce(
         synchronizer.options,
         LABEL,
-        synchronizer.state.state,
         ReplicaChecks(synchronizer.replica),
+        synchronizer.state.state,
         synchronizer.leaves_out,
     )
 

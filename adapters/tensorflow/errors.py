@@ -81,8 +81,9 @@ def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
         try:
             return function(*args, **kwargs)
         except (errors.HorovodInternalError, ValueError) as error:
-            is_named = isinstance(error, tf.errors.OpError | errors.NotInitializedError)
-            if is_named or is_from_handler(error):
+            # While a graph is made, AutoGraph replaces classes that it does not know.
+            is_plain = isinstance(error, errors.NotInitializedError) and tf.executing_eagerly()
+            if is_plain or isinstance(error, tf.errors.OpError) or is_from_handler(error):
                 raise
             kind = next(_KINDS[each] for each in type(error).__mro__ if each in _KINDS)
             # Into a graph's status, too: hence "from None", without which all of it would come

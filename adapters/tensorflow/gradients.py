@@ -51,16 +51,16 @@ class GradientAllreduce(Backend):
 
     Attributes:
         label: The name of the exchanges in messages.
-        state: The state of the compression for all sources; None: one for each list of variables.
         checks: Compare the sources across ranks, unless these may differ.
+        state: The state of the compression for all sources; None: one for each list of variables.
         leaves_out: Whether the caller, with ``HVDLITE_NOT_FINITE=skip``, leaves out steps whose
             averages are not finite; otherwise they are an error then.
     """
 
     options: Options
     label: str
+    checks: ReplicaChecks
     state: StrategyState | None = None
-    checks: ReplicaChecks | None = None
     leaves_out: bool = False
     owner: ClassVar = "keras.tensorflow"
 
@@ -113,7 +113,7 @@ class GradientAllreduce(Backend):
         }
         reduced: list[Gradient] = [None] * len(gradients)
         check, given, earlier = None, None, list[tf.Tensor]()
-        if self.checks is not None and options.replicates:
+        if options.replicates:
             check, given = self.checks.of(sources, process_set, spec.label)
             if check is not None and given is None and not tf.executing_eagerly():
                 earlier = _updates_before(check, self.checks, sources)

@@ -130,7 +130,7 @@ class DistributedGradientTape(tf.GradientTape):
                 "applied; add up gradients of several tapes yourself, or use "
                 "hvd.DistributedOptimizer"
             )
-        self._allreduce = GradientAllreduce(options, _LABEL, checks=_checks)
+        self._allreduce = GradientAllreduce(options, _LABEL, _checks)
         steps = gradient_path("tape", options.schedule)
         self._steps: Any = None if steps is None else steps(options, _LABEL)
         self._local = LocalVariables(scale_local_gradients)

@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdlite.compression import Conversion
 from hvdlite.compression.custom import cast
 from hvdlite.engine import Engine, runtime
-from hvdlite.errors import NotInitializedError
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 
@@ -28,13 +27,7 @@ def engine(process_set: Any = None) -> Engine:
             strategy with several replicas.
     """
     _refuse_replicas()
-    try:
-        return translated(runtime.engine)(process_set)
-    except NotInitializedError as error:
-        if tf.executing_eagerly():
-            raise
-        # AutoGraph replaces classes that it does not know by one of its own.
-        raise ValueError(str(error)) from None
+    return translated(runtime.engine)(process_set)
 
 
 def to_tensor(value: Any) -> tf.Tensor:

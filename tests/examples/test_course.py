@@ -13,35 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import EXAMPLES
-from tests.harness import mpirun, run_script
-
-# The scripts of a job share its start; those for one process run on rank 0.
-_IN_TURN = """
-import json, os, runpy, sys
-from mpi4py import MPI
-
-_, folder, runs = sys.argv
-sys.path.insert(0, folder)
-for script, *arguments in json.loads(runs):
-    if MPI.COMM_WORLD.Get_rank() == 0 or not script.endswith("_sequential.py"):
-        print("run", script) if MPI.COMM_WORLD.Get_rank() == 0 else None
-        sys.argv = [script, *arguments]
-        runpy.run_path(os.path.join(folder, script), run_name="__main__")
-"""
+from tests.examples.scripts import run_in_turn
+from tests.harness import mpirun
 
 PAGE = mpirun.ROOT / "docs" / "tutorials" / "course.md"
 PI = re.compile(r"2 ranks: pi = ([\d.]+), error ([+-][\d.]+) \(standard deviation ([\d.]+)\)")
 EPOCH = re.compile(r"epoch (\d+): [\d.]+ s, loss ([\d.]+), .*test accuracy ([\d.]+)")
-
-
-def run_in_turn(size, *runs):
-    """Run scripts with their arguments in one job, and return the lines of each."""
-    texts = json.dumps([[str(word) for word in each] for each in runs])
-    job = run_script(_IN_TURN, size, [EXAMPLES, texts])
-    assert job.returncode == 0, job.stderr
-    parts = re.split(r"^run .*\n", job.stdout, flags=re.MULTILINE)[1:]
-    assert len(parts) == len(runs)
-    return [part.splitlines() for part in parts]
 
 
 @pytest.fixture

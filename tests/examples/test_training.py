@@ -47,6 +47,19 @@ def test_training_and_resuming_it(framework, tmp_path):
     assert compressed["train_loss"] < 1
 
 
+@pytest.mark.slow
+def test_fit_of_keras(tmp_path):
+    pytest.importorskip("keras")
+    pytest.importorskip("tensorflow")
+    arguments = ("--epochs", 4, "--checkpoint-dir", tmp_path)
+    (result,) = scripts.train_in_turn("keras_digits.py", 2, arguments)
+    assert result["framework"] == "keras on tensorflow"
+    assert result["test_accuracy"] >= 0.9
+    # An accuracy over 360 images, each counted once.
+    assert result["test_accuracy"] * 360 == pytest.approx(round(result["test_accuracy"] * 360))
+    assert [path.name for path in tmp_path.iterdir()] == ["keras_digits.keras"]
+
+
 def _check_refusal(job, *words):
     assert job.returncode != 0
     assert job.stdout == ""

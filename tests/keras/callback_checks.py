@@ -17,14 +17,8 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras import _keras3
-from tests.keras.measures import (
-    check_normalization,
-    check_words_and_limits,
-    close,
-    exchanges,
-    same_on_all_ranks,
-)
-from tests.keras.models import BATCH, EAGER, STEPS, TORCH, data, fit, make_model, own
+from tests.keras import close, exchanges, same_on_all_ranks
+from tests.keras.models import BATCH, STEPS, TORCH, Spy, data, fit, make_model, own
 from tests.logs import logged
 
 
@@ -148,24 +142,6 @@ def test_a_rate_that_follows_each_ranks_own_loss_is_found():
     assert same_on_all_ranks(model.get_weights())
 
 
-class Spy(keras.callbacks.Callback):
-    """A callback that records rates, logs, and the ranks' agreement after every batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.same, self.rates, self.logs = [], [], []
-
-    def on_train_begin(self, logs=None):
-        self.same.append(same_on_all_ranks(self.model.get_weights()))
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.same.append(same_on_all_ranks(self.model.get_weights()))
-        self.rates.append(hvd.broadcast(self.model.optimizer.learning_rate, 0).item())
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.logs.append(dict(logs))
-
-
 def test_variables_are_broadcast_before_the_first_update():
     for built in (True, False):
         model = make_model(seed=hvd.rank())
@@ -215,129 +191,6 @@ def test_callbacks_serve_one_model_after_the_other():
         size = hvd.size()
         ramp = [0.125 * (1 + (step + 1) / steps * (size - 1)) / size for step in range(steps)]
         np.testing.assert_allclose(spy.rates, [*ramp, *[0.125] * steps], rtol=1e-5)
-
-
-def test_metrics_are_averaged_before_others_see_them():
-    spy, before = Spy(), Spy()
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=EAGER, jit_compile=False)
-    x, y = map(own, data(scale=1 + hvd.rank()))
-    history = model.fit(
-        x,
-        y,
-        batch_size=BATCH,
-        epochs=2,
-        verbose=0,
-        validation_data=(x, y),
-        callbacks=[before, hvd.callbacks.MetricAverageCallback(), spy],
-    )
-    everyone = hvd.allgather_object(before.logs)
-    for epoch, logs in enumerate(spy.logs):
-        assert set(logs) == {"loss", "mae", "val_loss", "val_mae"}
-        for key, value in logs.items():
-            values = [rank[epoch][key] for rank in everyone]
-            assert len(set(values)) == hvd.size()
-            assert abs(value - np.mean(values)) < 1e-6
-            assert history.history[key][epoch] == value
-    callback = hvd.callbacks.MetricAverageCallback()
-    with pytest.raises(hvd.HorovodInternalError, match="'extra' is missing on ranks"):
-        callback.on_epoch_end(0, {"loss": 1.0, **({"extra": 1.0} if hvd.rank() else {})})
-    logs = {"loss": float(hvd.rank()), "parts": np.full(2, hvd.rank())}
-    callback.on_epoch_end(0, logs)
-    assert logs["loss"] == (hvd.size() - 1) / 2
-    assert logs["parts"].tolist() == [(hvd.size() - 1) / 2] * 2
-
-
-def test_learning_rates_follow_their_schedules():
-    size = hvd.size()
-    x, y = (array[: 3 * BATCH] for array in map(own, data()))
-
-    def rates(*callbacks, epochs=4):
-        spy = Spy()
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
-        fit(make_model(), optimizer, x, y, BATCH, epochs=epochs, callbacks=[*callbacks, spy])
-        return spy.rates, [logs["lr"] for logs in spy.logs]
-
-    found, logged = rates(hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_epochs=2), epochs=3)
-    ramp = [0.3 * (1 + (step + 1) / 6 * (size - 1)) / size for step in range(6)]
-    np.testing.assert_allclose(found, ramp + [0.3] * 3, rtol=1e-5)
-    np.testing.assert_allclose(logged, [ramp[2], 0.3, 0.3], rtol=1e-5)
-    schedule = hvd.callbacks.LearningRateScheduleCallback
-    found, _ = rates(
-        schedule(0.3, 1.0, end_epoch=1), schedule(0.3, lambda epoch: 0.1**epoch, start_epoch=2)
-    )
-    np.testing.assert_allclose(found, [0.3] * 6 + [0.003] * 3 + [0.0003] * 3, rtol=1e-5)
-    found, _ = rates(schedule(0.3, lambda epoch: 1 + epoch, staircase=False, end_epoch=1))
-    np.testing.assert_allclose(found, [0.3, 0.4, 0.5] + [0.5] * 9, rtol=1e-5)
-    # A call of Keras for several batches has the rate of the last one; the end is never exceeded.
-    for epochs, per_call, expected in ((1, 2, ramp[3::2]), (0.5, 3, [0.3])):
-        callback = hvd.callbacks.LearningRateWarmupCallback(0.3, epochs, steps_per_epoch=3)
-        optimizer = keras.optimizers.SGD(0.5)
-        parts = {"optimizer": optimizer, "steps_per_execution": per_call}
-        callback.set_model(type("Model", (), parts)())
-        for batch, rate in zip(range(0, 3, per_call), expected, strict=True):
-            callback.on_train_batch_begin(batch)
-            np.testing.assert_allclose(float(optimizer.learning_rate), rate, rtol=1e-5)
-    callback = hvd.callbacks.LearningRateWarmupCallback(0.3)
-    callback.set_params({"steps": None})
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        callback.on_train_begin()
-
-
-def test_momentum_is_corrected_when_the_rate_changes():
-    """Compare with SGD in float64 whose velocity is scaled by new rate over old."""
-    gradient, momentum, rates = 1.0, 0.9, [0.1, 0.1, 0.2, 0.05]
-    for correction in (True, False):
-        layer = keras.layers.Dense(1, use_bias=False)
-        layer.build((None, 1))
-        layer.kernel.assign([[0.0]])
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rates[0], momentum=momentum))
-        optimizer.build(layer.trainable_variables)
-        callback = hvd.callbacks.LearningRateScheduleCallback(
-            1.0, lambda epoch: rates[int(epoch)], momentum_correction=correction
-        )
-        callback.set_model(type("Model", (), {"optimizer": optimizer})())
-        weight, velocity, old = 0.0, 0.0, rates[0]
-        for epoch, rate in enumerate(rates):
-            callback.on_epoch_begin(epoch)
-            callback.on_train_batch_begin(0)
-            optimizer.apply([keras.ops.ones((1, 1))], layer.trainable_variables)
-            velocity = momentum * velocity * (rate / old if correction else 1) - rate * gradient
-            weight, old = weight + velocity, rate
-            assert abs(float(layer.kernel.numpy()[0, 0]) - weight) < 1e-6
-
-
-def write_half(model, filepath, **options):
-    Path(filepath).write_bytes(b"half")
-    raise KeyboardInterrupt
-
-
-def test_the_best_model_is_kept_by_rank_zero():
-    folder = Path(hvd.broadcast_object(tempfile.mkdtemp())) / str(hvd.rank())
-    folder.mkdir()
-    callback = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=folder / "best.keras")
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
-    callbacks = [hvd.callbacks.MetricAverageCallback(), callback]
-    history = fit(model, optimizer, *map(own, data()), BATCH, epochs=2, callbacks=callbacks)
-    assert [path.name for path in folder.iterdir()] == ([] if hvd.rank() else ["best.keras"])
-    if hvd.rank() == 0:
-        assert callback.best == min(history.history["loss"])
-        keras.saving.load_model(folder / "best.keras")
-        assert callback.model is model
-        # A death in the middle of writing leaves the old file.
-        before = (folder / "best.keras").read_bytes()
-        callback.best = float("inf")
-        with patch.object(type(model), "save", write_half), pytest.raises(KeyboardInterrupt):
-            callback.on_epoch_end(2, {"loss": 0.0})
-        assert (folder / "best.keras").read_bytes() == before
-        assert [path.name for path in folder.iterdir()] == ["best.keras"]
-    often = hvd.callbacks.BestModelCheckpoint("loss", save_freq=1, filepath=folder / "often.keras")
-    fit(model, optimizer, *map(own, data()), BATCH, callbacks=[often])
-    assert (folder / "often.keras").exists() == (hvd.rank() == 0)
-    with pytest.raises(ValueError, match="no path"):
-        hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
 
 def test_values():
@@ -404,11 +257,3 @@ def test_process_sets():
 
 def shapes_of(model):
     return [(None, *model.inputs[0].shape[1:]), (None, *model.outputs[0].shape[1:])]
-
-
-def test_what_was_adapted_to_other_data_is_the_roots_after_a_broadcast():
-    check_normalization(hvd, keras)
-
-
-def test_words_and_limits_that_were_adapted_to_other_data_are_an_error():
-    check_words_and_limits(hvd, keras)

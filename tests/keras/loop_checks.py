@@ -9,50 +9,20 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.recipe import Sharding
-from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras import close, exchanges, same_on_all_ranks
 from tests.keras.models import (
     BATCH,
     EAGER,
-    STEPS,
     TORCH,
     check_fit,
     data,
     fit,
     gradients_of,
     make_model,
-    own,
     reference,
+    rows_of_this_rank,
+    trained_on_unions,
 )
-
-
-def modes():
-    if TORCH:
-        return [lambda step: step]
-    import tensorflow as tf
-
-    return [lambda step: step, tf.function]
-
-
-def test_custom_loops():
-    expected = reference(keras.optimizers.SGD(0.1, momentum=0.5))
-    for mode in modes():
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5))
-        optimizer.build(model.trainable_variables)
-
-        @mode
-        def step(x, y, model=model, optimizer=optimizer):
-            gradients = gradients_of(model, x, y)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        x, y = map(own, data())
-        with exchanges() as count:
-            for number in range(STEPS):
-                rows = slice(number * BATCH, (number + 1) * BATCH)
-                step(keras.ops.convert_to_tensor(x[rows]), keras.ops.convert_to_tensor(y[rows]))
-        assert len(count) == STEPS
-        assert close(model.get_weights(), expected)
-        assert same_on_all_ranks(model.get_weights())
 
 
 def test_sharded_data_in_fit():
@@ -154,61 +124,6 @@ def test_the_order_of_an_epoch_is_made_once():
     assert made.call_count == 2
 
 
-def uneven(step):
-    """Return the number of rows of each rank in a step; some have none."""
-    return [(3 * rank + 2 * step) % 5 for rank in range(hvd.size() - 1)] + [step + 1]
-
-
-def trained_on_unions(optimizer, sizes_of_steps):
-    """Return the final weights of one process that takes each step on the rows of all ranks."""
-    model, done = make_model(), 0
-    x, y = data()
-    model.compile(optimizer, "mse", run_eagerly=EAGER, jit_compile=False)
-    for sizes in sizes_of_steps:
-        model.train_on_batch(x[done : done + sum(sizes)], y[done : done + sum(sizes)])
-        done += sum(sizes)
-    return model.get_weights()
-
-
-def rows_of_this_rank(sizes_of_steps):
-    x, y = data()
-    done = 0
-    for sizes in sizes_of_steps:
-        start = done + sum(sizes[: hvd.rank()])
-        rows = slice(start, start + sizes[hvd.rank()])
-        yield keras.ops.convert_to_tensor(x[rows]), keras.ops.convert_to_tensor(y[rows])
-        done += sum(sizes)
-
-
-def test_uneven_batches_give_the_gradient_of_their_union():
-    def make():
-        return keras.optimizers.SGD(0.1, momentum=0.5)
-
-    scaled = keras.optimizers.LossScaleOptimizer
-    sizes_of_steps = [uneven(step) for step in range(3)]
-    expected = trained_on_unions(make(), sizes_of_steps)
-    for optimizer in (
-        hvd.DistributedOptimizer(make()),
-        hvd.DistributedOptimizer(make(), compression=hvd.Compression.fp16),
-        scaled(hvd.DistributedOptimizer(make()), initial_scale=1.0),
-    ):
-        model = make_model()
-        optimizer.build(model.trainable_variables)
-        for number, (x, y) in enumerate(rows_of_this_rank(sizes_of_steps)):
-            count = len(x)
-            if count:
-                gradients = gradients_of(model, x, y)
-            else:
-                gradients = [None] * len(model.trainable_variables)
-            pairs = list(zip(gradients, model.trainable_variables, strict=True))
-            if number == 0 and not isinstance(optimizer, scaled):
-                optimizer.apply_gradients(pairs, batch_size=count)
-            else:
-                optimizer.apply(*zip(*pairs, strict=True), batch_size=count)
-        assert same_on_all_ranks(model.get_weights())
-        assert close(model.get_weights(), expected, 1e-3)
-
-
 class Weighted(keras.Sequential):
     """A model whose training step passes the number of samples."""
 
@@ -235,32 +150,7 @@ def test_a_custom_training_step_in_fit():
     assert close(model.get_weights(), expected)
 
 
-def test_where_batch_size_has_no_meaning():
-    def refused(words, optimizer, batch_size=1):
-        model = make_model()
-        with pytest.raises(ValueError, match=words):
-            optimizer.apply(
-                [keras.ops.ones(variable.shape) for variable in model.trainable_variables],
-                model.trainable_variables,
-                batch_size=batch_size,
-            )
-
-    def wrapped(**options):
-        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
-
-    refused("batch_size=-1 is not a whole number", wrapped(), -1)
-    refused("batch_size weights averages", wrapped(op=hvd.Sum))
-    refused("here those of several add up", wrapped(backward_passes_per_step=2))
-    scaling = keras.optimizers.LossScaleOptimizer(wrapped(backward_passes_per_step=2))
-    refused("here those of several add up", scaling)
-    optimizer, model = wrapped(), make_model()
-    optimizer.register_local_var(model.trainable_variables[0])
-    with pytest.raises(ValueError, match="pass scale_local_gradients=False"):
-        optimizer.apply(
-            [keras.ops.ones(variable.shape) for variable in model.trainable_variables],
-            model.trainable_variables,
-            batch_size=1,
-        )
+def test_loss_scaling_alone_takes_no_batch_size():
     scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(TypeError, match="batch_size"):
         scaling.apply([keras.ops.ones(())], [keras.Variable(1.0)], batch_size=1)

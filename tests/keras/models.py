@@ -1,17 +1,32 @@
-"""Models, data and helpers for the tests of Keras 3 on any framework.
+"""Models, data and helpers for the tests of any Keras on any framework.
 
 Expected weights come from Keras itself: the same training without hvdlite, in one process, on the
 union of the ranks' batches.
 """
 
-import keras
 import numpy as np
 
-import hvdlite.keras as hvd
-from tests.keras.measures import close, exchanges, same_on_all_ranks
+from hvdlite.keras._backends import uses_legacy_keras as LEGACY  # noqa: N812
+from tests.keras import close, exchanges, same_on_all_ranks
+
+if LEGACY:
+    import tensorflow as tf
+
+    import hvdlite.tensorflow.keras as hvd
+
+    keras = tf.keras
+    KINDS = [keras.optimizers.SGD, keras.optimizers.legacy.SGD]
+    LossScaling = keras.mixed_precision.LossScaleOptimizer
+else:
+    import keras
+
+    import hvdlite.keras as hvd
+
+    KINDS = [keras.optimizers.SGD]
+    LossScaling = keras.optimizers.LossScaleOptimizer
 
 BATCH, STEPS = 4, 6
-TORCH = keras.backend.backend() == "torch"
+TORCH = not LEGACY and keras.backend.backend() == "torch"
 EAGER = not TORCH  # As PyTorch's steps are in any case.
 
 
@@ -21,6 +36,21 @@ def data(scale=1.0):
     rows = BATCH * STEPS * hvd.size()
     x = draw(size=(rows, 5)).astype(np.float32)
     return x, (scale * np.sin(x.sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+def bad_data(value):
+    """Return such data with a target of the last rank's third batch that is no finite number."""
+    x, y = data()
+    y[2 * BATCH * hvd.size() + hvd.size() - 1] = value
+    return x, y
+
+
+def data_without(*steps):
+    """Return data of all ranks without those of some steps."""
+    return [
+        np.delete(each.reshape(STEPS, -1, each.shape[1]), steps, axis=0).reshape(-1, each.shape[1])
+        for each in data()
+    ]
 
 
 def own(array):
@@ -48,10 +78,15 @@ def fit(model, optimizer, x, y, batch, graph=False, jit_compile=False, **options
     return model.fit(x, y, batch_size=batch, **options)
 
 
-def reference(optimizer, **options):
-    """Return the final weights of one process that trains on the batches of all ranks."""
+def reference(optimizer, rows=None, passes=1):
+    """Return the final weights of one process that trains on the batches of all ranks.
+
+    Args:
+        rows: Inputs and targets; None: `data`.
+        passes: Batches of each rank in a step.
+    """
     model = make_model()
-    fit(model, optimizer, *data(), BATCH * hvd.size(), **options)
+    fit(model, optimizer, *(rows or data()), passes * BATCH * hvd.size())
     return model.get_weights()
 
 
@@ -67,6 +102,12 @@ def check_fit(optimizer, expected, steps=STEPS, **options):
     return model
 
 
+def tensor(array):
+    if LEGACY:
+        return tf.convert_to_tensor(array)
+    return keras.ops.convert_to_tensor(array)
+
+
 def gradients_of(model, x, y):
     """Return this rank's gradients of the mean squared error."""
     if TORCH:
@@ -78,4 +119,51 @@ def gradients_of(model, x, y):
 
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(x) - y))
-    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def apply(optimizer, gradients, variables, **options):
+    """Make a step, of Keras 3 by the call that takes the batch size around loss scaling, too."""
+    if LEGACY:
+        optimizer.apply_gradients(list(zip(gradients, variables, strict=True)), **options)
+    else:
+        optimizer.apply(gradients, variables, **options)
+
+
+def trained_on_unions(optimizer, sizes_of_steps):
+    """Return the final weights of one process that takes each step on the rows of all ranks."""
+    model, done = make_model(), 0
+    x, y = data()
+    model.compile(optimizer, "mse", run_eagerly=EAGER, jit_compile=False)
+    for sizes in sizes_of_steps:
+        model.train_on_batch(x[done : done + sum(sizes)], y[done : done + sum(sizes)])
+        done += sum(sizes)
+    return model.get_weights()
+
+
+def rows_of_this_rank(sizes_of_steps):
+    x, y = data()
+    done = 0
+    for sizes in sizes_of_steps:
+        start = done + sum(sizes[: hvd.rank()])
+        rows = slice(start, start + sizes[hvd.rank()])
+        yield tensor(x[rows]), tensor(y[rows])
+        done += sum(sizes)
+
+
+class Spy(keras.callbacks.Callback):
+    """A callback that records rates, logs, and the ranks' agreement after every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.same, self.rates, self.logs = [], [], []
+
+    def on_train_begin(self, logs=None):
+        self.same.append(same_on_all_ranks(self.model.get_weights()))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.same.append(same_on_all_ranks(self.model.get_weights()))
+        self.rates.append(hvd.broadcast(self.model.optimizer.learning_rate, 0).item())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logs.append(dict(logs))

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import hvdlite.keras as hvd
-from tests.keras.measures import same_on_all_ranks
+from tests.keras import same_on_all_ranks
 
 
 def make(seed=None):

@@ -14,7 +14,7 @@ import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
 from hvdlite import common
 from tests import events
-from tests.keras.measures import check_several_steps, close, exchanges, same_on_all_ranks
+from tests.keras import close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
 
@@ -41,13 +41,6 @@ def test_several_steps_in_one_execution():
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert len(count) == STEPS
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)))
-
-
-def test_several_steps_in_one_execution_and_a_broadcast():
-    def make_optimizer():
-        return keras.optimizers.Adam(0.01 * (hvd.rank() + 1))
-
-    check_several_steps(keras, hvd, make_optimizer, make_model, *map(own, data()))
 
 
 def test_events_are_averages_and_of_one_writer():

@@ -11,11 +11,11 @@ from tests.keras import checks_in, needs, run
 # Keras' own, with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-KERAS_3 = ("optimizer", "loop", "callback", "seed")
+KERAS_3 = ("common", "optimizer", "loop", "callback", "seed")
 SLOW = """
-saved embeddings clip decay before_its adds_up_and_one may_be_named discarded schedules_stay
+saved embeddings clip decay before_its adds_up_and_one discarded
 without_xla learning_rates_follow in_one_execution not_finite what_is_made_from backward_passes
-every_adapter overflow seeded_layers around_accumulation that_part own_loss sums_and_compression
+every_adapter overflow seeded_layers around_accumulation that_part own_loss test_compression
 train_on_batch adapted_to
 """.split()  # noqa: SIM905 - a line for each word would be longer than the tests
 
@@ -36,7 +36,7 @@ def test_torch(check):
 
 @needs("tensorflow", "tf_keras")
 @ranks(2, env={"TF_USE_LEGACY_KERAS": "1"})
-@pytest.mark.parametrize("check", checks_in("legacy", fast=()))
+@pytest.mark.parametrize("check", checks_in("common", "legacy", fast=()))
 def test_legacy(check):
     run(check)
 

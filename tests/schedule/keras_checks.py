@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras import close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, EAGER, STEPS, data, fit, make_model, own
 
 #: By hand: 30, then 6, 6 and 1 elements.

@@ -3,11 +3,9 @@
 import pytest
 import tensorflow as tf
 
-import hvdlite.tensorflow.keras as hvd
-from tests.keras.legacy_checks import BATCH, KINDS, data, fit, make_model, own
-from tests.keras.measures import close, same_on_all_ranks
-
-keras = tf.keras
+from hvdlite.gradients.keras_replica import variables_of
+from tests.keras import close, same_on_all_ranks
+from tests.keras.models import BATCH, KINDS, LossScaling, data, fit, hvd, make_model, own
 
 
 def test_schedules_of_local_steps():
@@ -38,24 +36,19 @@ def test_schedules_of_local_steps():
                     expected = outer * (1.9 * first + second + 0.9 * speed)
                 assert close([weight.numpy(), other.numpy()], [expected] * 3)
                 assert same_on_all_ranks([weight.numpy(), other.numpy()])
-                kept = [v.numpy() for v in _variables(optimizer) if v.shape == (2,)]
+                kept = [v.numpy() for v in variables_of(optimizer) if v.shape == (2,)]
                 assert kept
                 assert same_on_all_ranks(kept) == (outer is None and schedule.momentum)
 
 
 def test_schedules_and_loss_scaling():
-    scaling = keras.mixed_precision.LossScaleOptimizer
     schedule = hvd.Schedule.LocalSGD(every=2)
     for kind in KINDS:
         with pytest.raises(ValueError, match="a LossScaleOptimizer leaves out the step"):
-            hvd.DistributedOptimizer(scaling(kind(0.1)), schedule=schedule)
-        inside = scaling(hvd.DistributedOptimizer(kind(0.1), schedule=schedule))
+            hvd.DistributedOptimizer(LossScaling(kind(0.1)), schedule=schedule)
+        inside = LossScaling(hvd.DistributedOptimizer(kind(0.1), schedule=schedule))
         with pytest.raises(ValueError, match="a LossScaleOptimizer leaves out the step"):
             inside.apply_gradients([(tf.ones(1), tf.Variable([0.0]))])
-
-
-def _variables(optimizer):
-    return optimizer.variables() if callable(optimizer.variables) else optimizer.variables
 
 
 def test_replicas_may_differ():

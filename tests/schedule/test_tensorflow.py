@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 from hvdlite.tensorflow import exchange_state
-from tests.keras.measures import exchanges, same_on_all_ranks
+from tests.keras import exchanges, same_on_all_ranks
 from tests.schedule import models
 from tests.schedule.models import MOMENTUM, RATE, SHAPES
 from tests.tensorflow.modes import each_mode, in_mode

@@ -10,7 +10,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.torch.scheduled import tensor_weights
-from tests.keras.measures import exchanges
+from tests.keras import exchanges
 from tests.torch import test_memory as memory
 from tests.torch import test_optimizer as training
 from tests.torch import test_replicas as replicas

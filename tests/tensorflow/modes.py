@@ -4,11 +4,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdlite.tensorflow as hvd
+
 each_mode = pytest.mark.parametrize("mode", ["eager", "function"])
 
 
 def in_mode(mode, function):
     return tf.function(function) if mode == "function" else function
+
+
+def reduced(loss, sources, **options):
+    """Return the gradients of what a function returns, by a distributed tape."""
+    with hvd.DistributedGradientTape(tf.GradientTape(), **options) as tape:
+        target = loss()
+    return tape.gradient(target, sources)
 
 
 def equal(tensor, expected):

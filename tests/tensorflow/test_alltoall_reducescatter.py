@@ -10,6 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+from tests.tensorflow.modes import reduced
 
 
 def both_ways(function):
@@ -147,26 +148,6 @@ def test_slices_in_a_group(size):
     assert dense.numpy().tolist() == [size]
 
 
-@ranks(2)
-def test_what_is_refused(size):
-    hvd.init()
-    for call in both_ways(lambda: hvd.alltoall(tf.ones(size), [size] * size)):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="splits must not be negative"):
-            call()
-        assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
-    odd = hvd.rank() % 2 == 1
-    for call in both_ways(lambda: hvd.alltoall(tf.ones((size, 2 + odd)), name="rows")):
-        with pytest.raises(tf.errors.FailedPreconditionError, match="the shape after its first"):
-            call()
-        assert hvd.alltoall(tf.ones(size)).numpy().tolist() == [1.0] * size
-    for call in both_ways(lambda: hvd.grouped_allreduce([tf.ones(1)] * (1 + odd), name="group")):
-        with pytest.raises(hvd.HorovodInternalError, match="the number of arrays is"):
-            call()
-        assert hvd.alltoall(tf.ones(size)).numpy().tolist() == [1.0] * size
-    with pytest.raises(ValueError, match="needs one tensor at least"):
-        hvd.grouped_allgather([])
-
-
 @pytest.mark.slow
 @ranks(3)
 def test_process_sets():
@@ -209,9 +190,8 @@ def test_process_sets():
         assert hvd.allgather_object(rank, process_set=pair) == [0, 2]
 
         def gradients():
-            with hvd.DistributedGradientTape(tf.GradientTape(), process_set=pair) as tape:
-                loss = tf.reduce_sum(weights * (rank + 1.0))
-            return tape.gradient(loss, [weights])[0]
+            loss = lambda: tf.reduce_sum(weights * (rank + 1.0))  # noqa: E731
+            return reduced(loss, weights, process_set=pair)
 
         for call in both_ways(gradients):
             assert call().numpy().tolist() == [2.0]
@@ -230,9 +210,7 @@ def test_join(size):
 
     @tf.function
     def gradient(value):
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_sum(weights * value)
-        return tape.gradient(loss, [weights])[0]
+        return reduced(lambda: tf.reduce_sum(weights * value), weights)
 
     for step in range(rank + 1):
         here = [r for r in range(size) if r >= step]

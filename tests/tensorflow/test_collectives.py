@@ -140,40 +140,6 @@ def test_broadcast_from_every_root(size, mode):
 
 
 @ranks(2)
-@each_mode
-def test_bad_arguments_are_refused_and_the_next_call_works(size, mode):
-    hvd.init()
-    kind = tf.errors.InvalidArgumentError
-    with pytest.raises(kind, match=f"root_rank={size} is not a rank"):
-        in_mode(mode, lambda: hvd.broadcast(tf.zeros(1), size))()
-    with pytest.raises(kind, match="Max is not defined for dtype complex64"):
-        in_mode(mode, lambda: hvd.allreduce(tf.zeros(1, tf.complex64), op=hvd.Max))()
-    for refused in (hvd.allreduce, hvd.allgather, lambda text: hvd.broadcast(text, 0)):
-        with pytest.raises(TypeError, match="dtype string cannot be exchanged"):
-            in_mode(mode, lambda f=refused: f(tf.constant(["a"])))()
-    assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
-
-
-@ranks(2)
-@each_mode
-def test_ranks_that_disagree_get_an_error_on_every_rank(size, mode):
-    hvd.init()
-    kind = tf.errors.FailedPreconditionError
-    rank = hvd.rank()
-    cases = [
-        (lambda name: hvd.allreduce(tf.ones(2 + rank), name=name), r"shape is \(2,\) on rank 0"),
-        (lambda name: hvd.broadcast(tf.ones(2), rank, name), "root_rank is 0 on rank 0"),
-        (lambda name: hvd.allgather(tf.ones((2, rank)), name), "the shape after its first"),
-    ]
-    for number, (differ, said) in enumerate(cases):
-        name = f"loss {number}"
-        with pytest.raises(kind, match=f"ranks disagree on '{name}'") as caught:
-            in_mode(mode, lambda f=differ, n=name: f(n))()
-        caught.match(said)
-        assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
-
-
-@ranks(2)
 def test_one_name_for_two_operations_on_their_way():
     hvd.init()
     tensor = tf.ones(2)

@@ -18,7 +18,7 @@ import hvdlite.tensorflow as hvd
 from hvdlite.errors import RankGoneError
 from hvdlite.tensorflow import errors
 from hvdlite.tensorflow.tensors import run
-from tests.tensorflow.modes import each_mode, equal, in_mode
+from tests.tensorflow.modes import each_mode, equal, in_mode, reduced
 
 
 def alive(size):
@@ -45,29 +45,34 @@ def test_ranks_disagree(size, mode):
     hvd.init()
     rank = hvd.rank()
     other = min(rank, 1)
-    variables = [tf.Variable(tf.ones(2 + other), name="w")]
+    same, own = tf.Variable([1.0], name="same"), tf.Variable(tf.ones(2 + other), name="own")
+    layer = hvd.SyncBatchNormalization()
+    layer.build((None, 2 + other))
 
-    def gradient():
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_sum(variables[0])
-        return tape.gradient(loss, variables)
+    def gradient(sources):
+        return reduced(lambda: tf.add_n(list(map(tf.reduce_sum, sources))), sources)
 
-    cases = {
-        "shape": lambda: hvd.allreduce(tf.ones(2 + other), name="x"),
-        "dtype": lambda: hvd.allreduce(tf.ones(2, (tf.float32, tf.int32)[other]), name="x"),
-        "op": lambda: hvd.allreduce(tf.ones(2), op=(hvd.Sum, hvd.Max)[other], name="x"),
-        "factor": lambda: hvd.allreduce(tf.ones(2), prescale_factor=1.0 + other, name="x"),
-        "root": lambda: hvd.broadcast(tf.ones(2), other, name="x"),
-        "rows": lambda: hvd.allgather(tf.ones((2, 2 + other)), name="x"),
-        "variables": lambda: hvd.broadcast_variables(variables, 0),
-        "named variables": lambda: hvd.broadcast_(variables, 0, name="x"),
-        "gradients": gradient,
-    }
-    for what, disagree in cases.items():
-        error = all_raise(MISMATCH, "disagree", disagree, mode)
-        assert "on rank 0" in error.message, what
-        assert "hvdlite/engine" not in error.message, what
-        assert alive(size), what
+    cases = [
+        (r"'x'.*shape is \(2,\)", lambda: hvd.allreduce(tf.ones(2 + other), name="x")),
+        ("dtype is", lambda: hvd.allreduce(tf.ones(2, (tf.float32, tf.int32)[other]), name="x")),
+        ("op is", lambda: hvd.allreduce(tf.ones(2), op=(hvd.Sum, hvd.Max)[other], name="x")),
+        ("factor", lambda: hvd.allreduce(tf.ones(2), prescale_factor=1.0 + other, name="x")),
+        ("root_rank is 0", lambda: hvd.broadcast(tf.ones(2), other, name="x")),
+        ("the shape after its first", lambda: hvd.allgather(tf.ones((2, 2 + other)), name="x")),
+        ("the shape after its first", lambda: hvd.alltoall(tf.ones((2, 2 + other)), name="x")),
+        ("number of arrays is", lambda: hvd.grouped_allreduce([tf.ones(1)] * (1 + other))),
+        (r"'own', 'float32\[2\]'", lambda: hvd.broadcast_variables([same, own], 0)),
+        (r"'same', 'float32\[1\]'", lambda: hvd.broadcast_variables([same] * (1 + other), 0)),
+        ("its variables", lambda: hvd.broadcast_([own], 0, name="x")),
+        (r"'own' float32\[2\] on rank 0, 'own' float32\[3\]", lambda: gradient([same, own])),
+        ("'same#1' float32", lambda: gradient([same] * (1 + other))),
+        ("the shape after its first", lambda: layer(tf.ones((4, 2 + other)), training=True)),
+    ]
+    for words, disagree in cases:
+        error = all_raise(MISMATCH, f"(?s)disagree.*{words}", disagree, mode)
+        assert "on rank 0" in error.message, words
+        assert "hvdlite/engine" not in error.message, words
+        assert alive(size), words
     if mode == "eager":
         all_raise(MISMATCH, "root_rank", lambda: hvd.broadcast_object(1, other, name="x"), mode)
         assert alive(size)
@@ -83,7 +88,14 @@ def test_bad_argument_of_one_rank(size, mode):
         for said, wrong in (
             (f"root_rank={size} is not a rank", lambda: hvd.broadcast(tf.ones(1), size, "b")),
             ("root_rank=-1 is not a rank", lambda: hvd.broadcast_([variable], -1, name="w")),
-            ("complex64", lambda: hvd.allreduce(number, op=hvd.Max, name="c")),
+            (
+                "Max is not defined for dtype complex64",
+                lambda: hvd.allreduce(number, op=hvd.Max, name="c"),
+            ),
+            (
+                "splits must not be negative",
+                lambda: hvd.alltoall(tf.ones(size), [size] * size, "s"),
+            ),
             ("no process set with the id 7", lambda: hvd.size_op(7)),
             ("no process set with the id 7", lambda: hvd.process_set_included_op(7)),
         ):
@@ -123,9 +135,7 @@ def test_rank_that_is_gone(size, mode):
     variable = tf.Variable([1.0])
 
     def gradient():
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_sum(variable)
-        return tape.gradient(loss, variable)
+        return reduced(lambda: tf.reduce_sum(variable), variable)
 
     for call in (gradient, lambda: hvd.allreduce(tf.ones(2))):
         if hvd.rank() < size - 1:
@@ -286,6 +296,11 @@ def test_arguments_of_a_wrong_kind():
             call()
     with pytest.raises(TypeError, match="expected a dense tensor, found a RaggedTensor"):
         hvd.allreduce(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    for call in (hvd.allreduce, hvd.allgather, lambda text: hvd.broadcast(text, 0)):
+        with pytest.raises(TypeError, match="dtype string cannot be exchanged"):
+            call(tf.constant(["a"]))
+    with pytest.raises(ValueError, match="needs one tensor at least"):
+        hvd.grouped_allgather([])
     adasum = functools.partial(hvd.reducescatter, ones, op=hvd.Adasum)
     for call in (adasum, tf.function(adasum)):
         with pytest.raises(NotImplementedError, match="Adasum is not defined for pieces") as caught:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
 import hvdlite.tensorflow as hvd
-from tests.tensorflow.modes import close, equal
+from tests.tensorflow.modes import close, equal, reduced
 
 VECTOR = [tf.TensorSpec([3], tf.float32)]
 
@@ -37,9 +37,7 @@ class Exchanging(tf.Module):
 
     @tf.function(input_signature=VECTOR)
     def train(self, x):
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_sum(self.weight * x)
-        return tape.gradient(loss, self.weight)
+        return reduced(lambda: tf.reduce_sum(self.weight * x), self.weight)
 
 
 class Users(tf.Module):
@@ -96,7 +94,8 @@ def test_exported_graphs_call_no_function_but_their_own(tmp_path, monkeypatch):
 def test_models_with_synchronized_batches_leave_without_hvdlite(tmp_path, monkeypatch):
     """Inference contains no exchange, and the layer's configuration is that of Keras."""
     hvd.init()
-    model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(momentum=0.5)])
+    options = {"momentum": 0.5, "epsilon": 0.01, "center": False}
+    model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(**options)])
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     model(x, training=True)
     expected = model(x, training=False)
@@ -112,6 +111,7 @@ def test_models_with_synchronized_batches_leave_without_hvdlite(tmp_path, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Keras, on how numpy is called
         model.save(tmp_path / "model.keras")
+        here = keras.saving.load_model(tmp_path / "model.keras")
         # As in a process without hvdlite:
         monkeypatch.delitem(keras.saving.get_custom_objects(), KERAS_NAME)
         monkeypatch.setitem(sys.modules, "hvdlite.tensorflow.sync_batch_norm", None)
@@ -119,10 +119,11 @@ def test_models_with_synchronized_batches_leave_without_hvdlite(tmp_path, monkey
         plain = keras.saving.load_model(
             tmp_path / "model.keras", custom_objects={KERAS_NAME: stand_in}
         )
-    assert type(plain.layers[0]) is stand_in
-    assert close(plain(x, training=False), expected, 1e-6)
+    for again, kind in ((here, hvd.SyncBatchNormalization), (plain, stand_in)):
+        assert type(again.layers[0]) is kind
+        assert close(again(x, training=False), expected, 1e-6)
 
     tf.train.Checkpoint(model).write(tmp_path / "checkpoint")
-    again = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.5)])
+    again = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(**options)])
     tf.train.Checkpoint(again).read(tmp_path / "checkpoint").assert_existing_objects_matched()
     assert close(again(x, training=False), expected, 1e-6)

@@ -77,23 +77,6 @@ def test_broadcast_of_a_keras_model_and_its_optimizer():
         assert equal(variable, value)
 
 
-@ranks(2)
-@each_mode
-def test_ranks_with_different_variables_get_an_error_on_every_rank(size, mode):
-    hvd.init()
-    kind = tf.errors.FailedPreconditionError
-    same = tf.Variable([1.0], name="same")
-    other = tf.Variable(tf.ones(2 + hvd.rank()), name="other")
-    with pytest.raises(kind, match=r"(?s)disagree.*'other', 'float32\[2\]'.*on rank 0"):
-        in_mode(mode, lambda: hvd.broadcast_variables([same, other], 0))()
-    with pytest.raises(kind, match=r"(?s)disagree.*'same', 'float32\[1\]'"):
-        in_mode(mode, lambda: hvd.broadcast_variables([same] * (1 + hvd.rank()), 0))()
-    bad_root = tf.errors.InvalidArgumentError
-    with pytest.raises(bad_root, match=f"root_rank={size} is not a rank"):
-        in_mode(mode, lambda: hvd.broadcast_variables([same], size))()
-    hvd.broadcast_variables([same], 0)
-
-
 @ranks(1)
 def test_what_cannot_be_broadcast():
     hvd.init()

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -226,17 +225,6 @@ def test_fit(size):
         train(hvd.SyncBatchNormalization(), per_rank, 4, jit_compile=True)
 
 
-@ranks(2)
-@each_mode
-def test_ranks_with_different_channels_get_an_error_on_every_rank(size, mode):
-    hvd.init()
-    layer = hvd.SyncBatchNormalization()
-    layer.build((None, 2 + hvd.rank()))
-    with pytest.raises(tf.errors.FailedPreconditionError, match="shape"):
-        in_mode(mode, lambda: layer(tf.ones((4, 2 + hvd.rank())), training=True))()
-    assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
-
-
 @ranks(1)
 def test_what_is_refused():
     hvd.init()
@@ -256,21 +244,6 @@ def test_what_is_refused():
         slope = tape.gradient(loss, x)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         outer.gradient(slope, x)
-
-
-@ranks(1)
-def test_saved_and_loaded(tmp_path):
-    hvd.init()
-    layer = hvd.SyncBatchNormalization(axis=-1, momentum=0.5, epsilon=0.01, center=False)
-    model = keras.Sequential([keras.Input((3,)), layer])
-    model(tf.constant(draw(4, 3), tf.float32), training=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Keras, on how numpy is called
-        model.save(tmp_path / "model.keras")
-        again = keras.saving.load_model(tmp_path / "model.keras").layers[0]
-    assert type(again) is hvd.SyncBatchNormalization
-    assert (again.momentum, again.epsilon, again.center) == (0.5, 0.01, False)
-    assert close(again.moving_mean, layer.moving_mean, 0.0)
 
 
 @pytest.mark.slow
