@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -398,7 +399,7 @@ class BestModelCheckpoint:
     ) -> None:
         later = "later.weights.h5" if save_weights_only else "later.keras"
         super().__init__(
-            filepath=later if filepath is None else filepath,  # type: ignore[call-arg]
+            filepath=later if filepath is None else os.fspath(filepath),  # type: ignore[call-arg]
             monitor=monitor,
             verbose=verbose,
             save_best_only=True,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ _FOREIGN = (
     "(save_weights, tf.train.Checkpoint)"
 )
 
-# Calls in a graph are where the graph was made, in the program's lines.
-calls.leave_out(os.path.dirname(tf.__file__))
+# Calls in a graph are where the graph was made, in the program's lines; those in a layer, too.
+for _spec in map(find_spec, ("tensorflow", "keras", "tf_keras")):
+    if _spec is not None and _spec.origin is not None:
+        calls.leave_out(os.path.dirname(_spec.origin))
 
 # The operation after which the next one has to run; None: operations are not ordered.
 _last: ContextVar[list[tf.Operation] | None] = ContextVar("last", default=None)

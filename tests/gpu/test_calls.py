@@ -98,9 +98,8 @@ def _sparse(hvd, device, dtype):
         rows, _values(hvd, 3, 2, dtype=dtype), (8, 2), check_invariants=True
     )
     x = x.to(device)
-    handle = hvd.sparse_allreduce_async(x, name="s", op=hvd.Sum)
-    result = hvd.synchronize(handle)
-    return [result.coalesce().to_dense()]
+    wait = hvd.sparse_allreduce_async(x, name="s", op=hvd.Sum)
+    return [wait().coalesce().to_dense()]
 
 
 def _objects(hvd, device, dtype):

@@ -566,8 +566,7 @@ def test_the_best_model_is_kept_by_rank_zero():
             callback.on_epoch_end(2, {"loss": 0.0})
         assert best.read_bytes() == before
         assert [path.name for path in folder.iterdir()] == ["best.keras"]
-    filepath = str(often) if LEGACY else often  # legacy Keras takes no Path
-    callback = hvd.callbacks.BestModelCheckpoint("loss", save_freq=1, filepath=filepath)
+    callback = hvd.callbacks.BestModelCheckpoint("loss", save_freq=1, filepath=often)
     fit(model, optimizer, *map(own, data()), BATCH, callbacks=[callback])
     assert often.exists() == (hvd.rank() == 0)
     with pytest.raises(ValueError, match="no path"):

@@ -225,6 +225,13 @@ def test_fit(size):
         train(hvd.SyncBatchNormalization(), per_rank, 4, jit_compile=True)
 
 
+@ranks(2)
+def test_an_error_names_the_line_that_called_the_layer():
+    hvd.init()
+    with pytest.raises(hvd.HorovodInternalError, match=r"at test_sync_batch_norm\.py:\d+ on"):
+        hvd.SyncBatchNormalization()(tf.zeros((2, 3 + hvd.rank())), training=True)
+
+
 @ranks(1)
 def test_what_is_refused():
     hvd.init()

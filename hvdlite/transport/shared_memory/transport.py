@@ -390,8 +390,10 @@ def join_nodes(world: World, before: Barrier | None = None) -> Barrier | None:
     try:
         barrier = _join_node(world, before)
     except OSError as error:
-        failure = str(error)
-    for rank, text in enumerate(world.comm.allgather(failure)):
+        failure = error  # its frames keep this rank's memory until the others have opened it
+    everywhere = world.comm.allgather(None if failure is None else str(failure))
+    failure = None
+    for rank, text in enumerate(everywhere):
         if text is not None:
             if world.comm.rank == 0:
                 _log.warning(
