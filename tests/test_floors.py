@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3233, "gradients"),
     "recipe": (7, 2460, "recipe"),
     "torch": (8, 6076, "torch"),
-    "tensorflow": (8, 2946, "tensorflow"),
+    "tensorflow": (8, 2947, "tensorflow"),
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,

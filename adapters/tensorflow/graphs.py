@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ _FOREIGN = (
 )
 
 # Calls in a graph are where the graph was made, in the program's lines; those in a layer, too.
-for _spec in map(find_spec, ("tensorflow", "keras", "tf_keras")):
+# (Not by `find_spec`, which looks at sys.modules, where programs put another Keras in its place.)
+for _spec in map(PathFinder.find_spec, ("tensorflow", "keras", "tf_keras")):
     if _spec is not None and _spec.origin is not None:
         calls.leave_out(os.path.dirname(_spec.origin))
 

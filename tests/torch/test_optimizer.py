@@ -144,8 +144,8 @@ def test_torch_clips_averages(kind):
             clip_by_torch(kind, [weight])  # these are averages already
         for optimizer in optimizers:
             optimizer.step()
-        with torch.no_grad():
-            assert torch.nn.utils.clip_grad_norm_([first], 1e9) > 0  # the step's, on any rank
+        if hvd.rank() == 0:  # what a step has used, no rank exchanges: the others do not come
+            assert torch.nn.utils.clip_grad_norm_([first], 1e9) > 0
     averages = [3.0, 2.5 if kind == "no gradient" else 4.5], [1.5, 1.5]
     if kind == "no gradient":
         averages[0][0] = 1.5
