@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# torch says what the methods of its functions, groups and works are.
+_OF_TORCH = [Path(f"adapters/torch/{name}.py") for name in ("autograd", "distributed", "work")]
 _NOT_AT_THE_BEGINNING = {"What", "Who", "Whether", "That", "Of"}
 
 
@@ -44,7 +46,7 @@ def test_public_methods_are_described_by_their_class_or_a_base():
     found = [
         f"{path}: {kind.name}.{method.name}"
         for path, kind in kinds
-        if path != Path("adapters/torch/autograd.py")  # torch says what forward and backward are
+        if path not in _OF_TORCH
         and not any(name.startswith("_") for name in (path.stem.removeprefix("__"), kind.name))
         for method in _methods(kind)
         if not is_described(kind.name, method.name)

@@ -8,10 +8,23 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite.elastic.state import ExchangeHandler, ObjectState, State, VariablesHandler
+from hvdlite.elastic import HostUpdate, ObjectState, State, run
+from hvdlite.elastic.state import ExchangeHandler, VariablesHandler
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import batches_per_call, build_optimizer, deriving_anew, weights_of
+
+# The public names, of any Keras.
+__all__ = [
+    "CommitStateCallback",
+    "HostUpdate",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 
 class KerasState(ObjectState):

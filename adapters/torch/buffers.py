@@ -53,7 +53,7 @@ class Step:
         is_converted: whether the parameters have another dtype or size than the exchange has.
         behind: gradients that hooks of others come to later.
         order: in which gradients have arrived, if it is recorded.
-        tasks: the backward passes at whose end what has arrived is sent.
+        tasks: the backward passes that have not ended; at their end what has arrived is sent.
         stale: the versions of those without hooks, if all were there before the backward pass.
         taken: the gradients that were copied, or are to be.
         versions: of those, as they were then, in the same order.

@@ -118,27 +118,21 @@ class ProcessGroup(_Base):
         return len(self.engine.world.ids)
 
     def getRank(self) -> int:  # noqa: N802
-        """Return this rank's number in the group."""
         return self.engine.world.ids.index(self._own)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the backend's name."""
         return NAME
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name that torch has given the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take a name."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the description that torch has given the group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Take a description."""
         self._desc = desc
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
@@ -210,7 +204,6 @@ class ProcessGroup(_Base):
 
     @counted
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce a tensor in place."""
         (tensor,) = tensors
         op, factor = _op(opts)
         if tensor.is_sparse:
@@ -251,7 +244,6 @@ class ProcessGroup(_Base):
             del self._seen[next(iter(self._seen))]
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce tensors in place."""
         return self._all([self.allreduce([tensor], opts) for tensor in tensors])
 
     @counted
@@ -289,12 +281,10 @@ class ProcessGroup(_Base):
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Reduce a tensor, and get this rank's part."""
         return self._reduce_scatter(output, [tensor], [output.numel()] * self.getSize(), opts)
 
     @counted
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """Overwrite a tensor with the root's."""
         root = self._id(opts.rootRank)
         return self._into(
             "broadcast", tensors, lambda name, out: Broadcast(name, out, root, out), opts
@@ -319,33 +309,28 @@ class ProcessGroup(_Base):
 
     @counted
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Gather tensors of one size."""
         return self._allgather([output], tensor, [tensor.numel()] * self.getSize(), opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors; of each rank there is a list."""
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
         return self._all([self.allgather([out], [each], opts) for out, each in pairs])
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors of one size each."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self._allgather_base(*pair, opts) for pair in pairs])
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors, and get this rank's parts."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self._reduce_scatter_base(*pair, opts) for pair in pairs])
 
     @counted
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """Send a tensor to each rank, and receive one from each."""
         what = "all_to_all"
         counts = self._check_count(outputs, what), self._check_count(inputs, what)
         return self._exchange(what, outputs, inputs, counts[0], counts[1], opts)
@@ -359,7 +344,6 @@ class ProcessGroup(_Base):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Send rows to each rank, and receive some from each."""
         counts, size = [], self.getSize()
         for each, splits in ((output, output_splits), (tensor, input_splits)):
             rows = each.shape[0] if each.dim() else 1
@@ -374,7 +358,6 @@ class ProcessGroup(_Base):
 
     @counted
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        """Gather tensors of one size on the root."""
         what, size = f"gather to rank {self._id(opts.rootRank)}", self.getSize()
         received = outputs[0] if outputs else []
         expected = self._check_count(received, what) if outputs else [0] * size
@@ -384,7 +367,6 @@ class ProcessGroup(_Base):
 
     @counted
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        """Get a tensor of the root's list."""
         what, size = f"scatter from rank {self._id(opts.rootRank)}", self.getSize()
         given = inputs[0] if inputs else []
         sent = self._check_count(given, what) if inputs else [0] * size
@@ -412,23 +394,19 @@ class ProcessGroup(_Base):
 
     @counted
     def barrier(self, opts: Any = None) -> Work:
-        """Wait for all ranks."""
         return Work(self, [self._submit("barrier", Barrier, opts)], [], what="barrier")
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
-        """Send a tensor to a rank."""
         self._id(dst)
         return Work(self, [Transfer(self.engine, _array(tensors[0], "send"), dst, tag)], tensors)
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
-        """Receive a tensor from a rank; None: any."""
         self._id(src or 0)
         array = _array(tensors[0], "recv")
         settle = None if is_plain(tensors[0]) else partial(write, tensors, array)
         return Work(self, [Transfer(self.engine, array, src, tag, is_sent=False)], tensors, settle)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     monitored_barrier = c10d.monitored_barrier

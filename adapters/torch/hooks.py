@@ -36,12 +36,6 @@ _MAX_MISSES = 3
 # Fewer gradients than this keep their hooks: to do without would not pay.
 _FEWEST = 4
 
-#: What to do where a loss passes through the layers of two optimizers.
-FREEZE = (
-    "in a backward pass that is for another optimizer, as a GAN's generator has one, freeze this "
-    "one's parameters by requires_grad_(False)"
-)
-
 _gradient_of, _seen = attrgetter("grad"), attrgetter("seen")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
@@ -157,6 +151,11 @@ class GradientHooks:
         )
 
     @property
+    def is_cut_short(self) -> bool:
+        """Return whether a backward pass has begun and not ended, as one that has failed."""
+        return bool(self._step.tasks)
+
+    @property
     def has_new(self) -> bool:
         """Return whether gradients have been computed for which `finish` has not been called."""
         return self.in_flight or any(self._step.passes)
@@ -248,6 +247,7 @@ class GradientHooks:
                 with timeline.span("step", timeline.HOOK, tensor=self._names[number]):
                     self._take(number)
         elif passes > reducer.passes_per_step:
+            self._call_at_end()  # which does not come
             raise RuntimeError(self._too_often(number))
 
     def _is_undefined(self, number: int) -> bool:
@@ -270,7 +270,9 @@ class GradientHooks:
             )
         return (
             f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
-            f"step() or synchronize(){owner}; {remedy}; {FREEZE}"
+            f"step() or synchronize(){owner}; {remedy}; in a backward pass that is for another "
+            "optimizer, as a GAN's generator has one, freeze this one's parameters by "
+            "requires_grad_(False)"
         )
 
     def _open_step(self) -> None:
@@ -330,7 +332,7 @@ class GradientHooks:
         step, task = self._step, torch._C._current_graph_task_id()
         if task != -1 and task not in step.tasks:
             step.tasks.add(task)
-            on_end = partial(_on_end, weakref.ref(self), step)
+            on_end = partial(_on_end, weakref.ref(self), step, task)
             torch.autograd.Variable._execution_engine.queue_callback(on_end)
 
     @uninterrupted
@@ -425,7 +427,7 @@ class GradientHooks:
         return [
             f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
             "was being exchanged, and the change would be lost; to clip, call "
-            "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_; "
+            "optimizer.clip_grad_norm_(max_norm), or torch's functions, which wait for averages; "
             "before other changes, call optimizer.synchronize(), and then step() inside "
             "optimizer.skip_synchronize()",
         ]
@@ -559,11 +561,12 @@ def _record_stream(
 
 
 @untraced
-def _on_end(reference: weakref.ref[GradientHooks], step: Step) -> None:
+def _on_end(reference: weakref.ref[GradientHooks], step: Step, task: int) -> None:
     """End a backward pass of a step, unless that has ended since.
 
     A pass within another, as for checkpoints of activations, is not the end.
     """
+    step.tasks.discard(task)
     hooks = reference()
     if hooks is None or hooks._step is not step or torch._C._current_autograd_node() is not None:
         return

@@ -30,8 +30,11 @@ from hvdlite.torch.hooks import GradientHooks
 from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
+#: A change of an optimizer, for comparison across ranks.
+DISCARDED = "zero_grad() after backward(), without step()"
+
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
-_has_new = attrgetter("has_new")
+_has_new, _is_cut_short = attrgetter("has_new"), attrgetter("is_cut_short")
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
@@ -46,6 +49,7 @@ class Reducer:
         passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
         are_used: whether a step in the current world has used those that were there.
+        has_discarded: whether the last averages were not used; the ranks compare this, too.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Reducer:
         self.op = options.reduction.op
         self.sparse_as_dense = options.sparse_as_dense
         self.passes_per_step = options.passes
-        self.averaged = self.are_used = False
+        self.averaged = self.are_used = self.has_discarded = False
         self._options = options
         self._state = state
         self._engine = runtime.engine(options.process_set)
@@ -116,22 +120,24 @@ class Reducer:
         Returns:
             Descriptions, in the order of the parameters' registration.
         """
+        discarded = [DISCARDED] if self.has_discarded else []
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         members = [*itertools.chain.from_iterable(map(_params, groups))]
         flags = [*map(_requires_grad, members)]
         is_known = flags == self._flags and all(map(operator.is_, members, self._members))
         if is_known and len(members) == len(self._members):
-            return []
+            return discarded
         trained = [*itertools.compress(members, flags)]
         self._lost = self._attached.difference(map(id, members))
         if not self._lost and self._attached.issuperset(map(id, trained)):
             self._members, self._flags = members, flags
-            return []
+            return discarded
         self._flags = []
         fresh = [each for each in trained if id(each) not in self._attached]
         lost = [name for each, name in self.names.items() if id(each) in self._lost]
         return [
+            *discarded,
             *(f"new: {self.names[each]!r}" for each in in_order(self.names, fresh)),
             *(f"removed: {name!r}" for name in lost),
         ]
@@ -175,6 +181,11 @@ class Reducer:
     def in_flight(self) -> bool:
         """Return whether gradients have arrived for which `finish` has not been called."""
         return self._unfinished is not None or any(map(_in_flight, self._hooks))
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether a backward pass, or `finish`, has begun and not ended."""
+        return self._unfinished is not None or any(map(_is_cut_short, self._hooks))
 
     def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether they may have gradients that no exchange and no step has used."""
@@ -223,7 +234,7 @@ class Reducer:
             raise RuntimeError(self._complaints[0])
         if self._lost:
             self._detach_lost()
-        self.averaged = True
+        self.averaged, self.has_discarded = True, False
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
@@ -240,7 +251,7 @@ class Reducer:
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
-        self.averaged = self.are_used = False
+        self.averaged = self.are_used = self.has_discarded = False
         self._unfinished = None
         for hooks in self._hooks:
             hooks.restart()

@@ -68,7 +68,7 @@ class _Replica:
         if self._made_from is not None and _are_equal(items, self._made_from):
             return self._options
         self._made_from = items if all(map(_is_plain, items)) else None
-        groups = map(_host_options, optimizer.param_groups)
+        groups = map(host_options, optimizer.param_groups)
         self._options = describe_optimizer(type(optimizer).__name__, *groups)
         return self._options
 
@@ -84,9 +84,9 @@ class _Replica:
             for path in _paths(optimizer.state.get(parameter), ()):
                 find = partial(_find, self._find_optimizer, "state", (parameter, *path))
                 yield state_label(_joined(path), name), find
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(map(host_options, optimizer.param_groups)):
             for name in sorted(group):
-                if isinstance(group[name], torch.Tensor) and not _is_number(group[name]):
+                if isinstance(group[name], torch.Tensor):
                     find = partial(_find, self._find_optimizer, "param_groups", (number, name))
                     yield state_label(f"{name} in group {number}"), find
 
@@ -109,17 +109,18 @@ def _are_equal(items: Sequence[Any], others: Sequence[Any]) -> bool:
         return False
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether a tensor is a number that can be read without waiting for a device."""
-    return value.numel() == 1 and value.is_cpu
+def host_options(group: Mapping[str, Any], waits: bool = False) -> dict[str, Any]:
+    """Return the options of a group, with numbers in place of tensors of one element.
 
+    Args:
+        waits: also of those on a device.
+    """
 
-def _host_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, with numbers in place of tensors of one element."""
-    return {
-        name: value.item() if isinstance(value, torch.Tensor) and _is_number(value) else value
-        for name, value in group.items()
-    }
+    def read(value: Any) -> Any:
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        return value.item() if is_number and (waits or value.is_cpu) else value
+
+    return {name: read(value) for name, value in group.items()}
 
 
 def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

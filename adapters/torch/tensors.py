@@ -113,6 +113,8 @@ def _view(tensor: torch.Tensor) -> Any:
     """View the elements of a tensor that lie in memory as they are."""
     if not _can_export or type(tensor) not in _PLAIN or tensor.is_conj() or tensor.is_neg():
         return tensor.numpy()
+    if tensor._is_zerotensor():  # which has no memory
+        return tensor.numpy(force=True)
     memory: Any = _Memory()
     memory.tensor = tensor
     return np.from_dlpack(memory)

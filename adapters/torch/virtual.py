@@ -25,7 +25,7 @@ from hvdlite.gradients.replicas import describe_optimizer
 from hvdlite.recipe.seeding import last_seed, seed_part
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Names, describe, in_order
-from hvdlite.torch.replicas import make_check
+from hvdlite.torch.replicas import host_options, make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
@@ -158,7 +158,8 @@ class VirtualReducer:
         """Require what all parts of a step have to begin with: options, weights, schedules."""
         optimizer = self._find_optimizer()
         assert optimizer is not None  # it calls this
-        kind, groups = type(optimizer).__name__, map(_without_tensors, optimizer.param_groups)
+        kind = type(optimizer).__name__
+        groups = (host_options(each, waits=True) for each in optimizer.param_groups)
         constants = {(name, 0): value for name, value in describe_optimizer(kind, *groups)}
         for each in self._schedulers:
             constants[f"the number of steps of {type(each).__name__}", id(each)] = each.last_epoch
@@ -460,14 +461,6 @@ def _before(before: _Buffer | None, now: _Buffer) -> Any:
     if before is not None and before.value.shape == now.value.shape:
         return before.value
     return np.zeros_like(now.value)
-
-
-def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, with numbers in place of tensors of one element."""
-    return {
-        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for name, value in group.items()
-    }
 
 
 class Virtual(Distributed):

@@ -45,7 +45,6 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
     """A future that a lane's thread completes; callbacks, which may communicate, run in others."""
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
-        """Return the future result of a callback."""
         following = Future()
 
         def run() -> None:
@@ -63,7 +62,6 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
         self.set_result(_Failure(error))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have a callback run once there is a result."""
         self.then(callback)
 
 
@@ -161,7 +159,6 @@ class Work(dist.Work):
                 settle()
 
     def synchronize(self) -> None:
-        """Wait for the results."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -172,7 +169,6 @@ class Work(dist.Work):
         return all(handle.done() for handle in self.handles)
 
     def is_success(self) -> bool:
-        """Return whether the operations have ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -185,7 +181,6 @@ class Work(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the results, and return their tensors."""
         self.wait()
         return [*self.tensors]
 
@@ -200,7 +195,6 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future:
-        """Return the future tensors."""
         future = Future()
         left = len(self.handles)
 

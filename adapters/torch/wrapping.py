@@ -29,7 +29,7 @@ from hvdlite.gradients.metadata import checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.hooks import FREEZE, remove_hooks
+from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Names, Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
@@ -120,6 +120,7 @@ class Distributed(Wrapped):
     _reducer: Reducer
     _exchange_state: ExchangeState
     _skipping = False
+    _samples: int | None = None  # in the last exchange
     _synchronized_by = ""  # the last method that did
     _losses: LossExchange
     # The batch_size of each closure that runs: a step() that calls its parent's wraps it twice.
@@ -178,6 +179,7 @@ class Distributed(Wrapped):
         """
         samples = checked_samples(batch_size)
         self._reducer.attach(self._trainable())
+        self._samples = samples
         self._reducer.finish(samples)
         self._synchronized_by = "synchronize()"
 
@@ -259,12 +261,20 @@ class Distributed(Wrapped):
         self._reducer.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does.
+        """Reset the gradients, as torch does; if they are being exchanged, wait for that.
+
+        They are of a backward pass that was for another optimizer, as a GAN's generator has one.
 
         Raises:
-            RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
+            HorovodInternalError: communication failed.
+            RuntimeError: the backward pass or a ``step()`` has ended half-way on this rank alone.
         """
-        self._refuse_in_flight("zero_grad()")
+        if self._reducer.in_flight:
+            if self._reducer.is_cut_short:
+                self._refuse_in_flight("zero_grad()")
+            with contextlib.suppress(NotFiniteError):
+                self.synchronize(None if self._samples is None else 1)
+            self._reducer.has_discarded = True
         self._reducer.reset_passes()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
@@ -272,7 +282,7 @@ class Distributed(Wrapped):
         if self._reducer.in_flight:
             raise RuntimeError(
                 f"{call} was called after backward() and before step() or synchronize(), "
-                f"while gradients are being exchanged; call one of these first; {FREEZE}. If "
+                "while gradients are being exchanged; call one of these first. If "
                 "backward() has failed half-way on this rank, leave all gradients as they are, and "
                 "call optimizer.step(batch_size=0): then those of the other ranks count alone, "
                 "where all ranks pass their batch_size in every step"
@@ -471,11 +481,15 @@ def average_before_scaling() -> None:
 def average_before_clipping() -> None:
     """Make torch's functions that clip gradients wait for the averages, which are to be clipped.
 
-    A program that has imported one by its name keeps it, and is told of `clip_grad_norm_` by the
-    error that the step raises. For parameters of no distributed optimizer they work as before.
+    Of a program that has imported one by its name, too: it keeps the wrapper in which torch turns
+    gradients off, whose inner function is replaced. For parameters of no distributed optimizer they
+    work as before.
     """
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        setattr(torch.nn.utils, name, _after_exchange(getattr(torch.nn.utils, name)))
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        inner: Any = getattr(clip, "__wrapped__", None)
+        for cell in getattr(clip, "__closure__", None) or ():
+            if cell.cell_contents is inner:
+                cell.cell_contents = _after_exchange(inner)
 
 
 def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:

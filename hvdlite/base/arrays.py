@@ -17,8 +17,11 @@ def as_array(values: Any) -> Any:
         values: an array, or anything that numpy converts to one.
 
     Raises:
+        TypeError: it is a masked array.
         ValueError: its elements are Python objects or records.
     """
+    if type(values) is not np.ndarray and isinstance(values, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask; send .filled(value), and .mask")
     array = np.asarray(values, order="C")
     if array.dtype.kind in "fiubc" and array.dtype.isnative:
         return array

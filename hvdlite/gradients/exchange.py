@@ -35,8 +35,8 @@ _ROW = "step"  # of the timeline
 _all_arrived = attrgetter("all_arrived")
 # The first entry of signatures.
 _CHANGE = (
-    "the change of the optimizer's parameters (add, remove and unfreeze them on all ranks, "
-    "between the same steps)"
+    "the change of the optimizer (call step() or zero_grad(), and add, remove and unfreeze "
+    "parameters, on all ranks alike)"
 )
 _UNCHANGED = ((_CHANGE, "none"),)
 

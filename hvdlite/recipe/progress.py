@@ -108,12 +108,16 @@ class Progress(Generic[_Batch]):
         self._ended: float | None = None
         self._waits = _WaitClock()
         self._begin()
+        self._open()
+
+    def _open(self) -> None:
+        """Draw from now on, if this is rank 0, as it is when those before it have died."""
         self._is_open = world.rank() == 0
         if self._is_open:
             observers.add(self._waits.observe)
             self._bar = _bar(self._prefix, self._total, self._initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
-            self._due = self._opened + self._interval
+            self._due = time.perf_counter() + self._interval
 
     @property
     def samples_per_s(self) -> float:
@@ -136,6 +140,8 @@ class Progress(Generic[_Batch]):
         self._samples += samples
         if self.steps == self._initial + 1 and self._total != 1:
             self._begin()
+        if not self._is_open and self._ended is None and world.is_initialized():
+            self._open()
         # The end is drawn by `close`.
         if self._is_open and self.steps != self._total and time.perf_counter() >= self._due:
             self._draw()

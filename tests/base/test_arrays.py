@@ -28,12 +28,14 @@ def test_as_array_is_contiguous_in_native_order_and_the_same_object_if_it_can_be
     assert as_array(np.float32(2.5)).dtype == np.float32
 
 
-def test_as_array_refuses_objects_records_and_ragged_lists():
+def test_as_array_refuses_what_is_no_plain_array():
     for array in (np.array([None, "text"]), np.zeros(2, [("a", np.int32), ("b", np.int8)])):
         with pytest.raises(ValueError, match=r"broadcast_object\(\)"):
             as_array(array)
     with pytest.raises(ValueError):
         as_array([[1], [2, 3]])
+    with pytest.raises(TypeError, match="would lose its mask"):
+        as_array(np.ma.masked_array([1.0, 2.0], [0, 1]))
 
 
 def test_check_out_takes_what_fits_and_refuses_what_would_lose_the_result():

@@ -99,6 +99,19 @@ def test_steps_without_samples_and_what_ends_early(monkeypatch):
 
 
 @ranks(1)
+def test_the_bar_goes_on_where_rank_0_has_died(monkeypatch):
+    hvd.init()
+    monkeypatch.setattr(module.world, "rank", lambda: 1)
+    with written() as lines, hvd.progress(3) as bar:
+        bar.update()
+        bar.update()
+        monkeypatch.undo()
+        bar.update()
+    assert [line[:11] for line in lines] == ["step 3 of 3"]
+    assert observers.current == ()
+
+
+@ranks(1)
 def test_samples_in_a_batch():
     images, labels = np.zeros((3, 2)), np.zeros(3)
     for batch in (images, (images, labels), [images, labels], {"x": (images,)}, [1, 2, 3], "abc"):

@@ -316,6 +316,11 @@ def test_conjugates_and_negatives_are_reduced_in_place(size):
         received = torch.full((3,), 1 + 1j * (hvd.rank() + step)).conj()
         hvd.broadcast_(received, root_rank=1)
         assert received.tolist() == [1 - 1j * (1 + step)] * 3
+    for zeros in (
+        torch._efficientzerotensor(3),
+        torch._efficientzerotensor(3, dtype=torch.bfloat16),
+    ):
+        assert hvd.allreduce(zeros).tolist() == [0.0] * 3
 
 
 @ranks(2)

@@ -282,12 +282,10 @@ def test_a_gradient_that_is_changed_too_early_is_an_error():
 
 @ranks(2)
 @pytest.mark.parametrize("branches", [BOTH, ("first",), ("second",)])
-def test_gradients_that_wait_are_neither_reset_nor_stepped_on(branches):
+def test_gradients_that_wait_are_not_stepped_on(branches):
     with hurried() as training:
         training.optimizer.zero_grad()
         training.backward(*branches)
-        with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
-            training.optimizer.zero_grad()
         with (
             pytest.raises(RuntimeError, match="have not been exchanged"),
             training.optimizer.skip_synchronize(),

@@ -8,6 +8,7 @@ from tests.harness import ranks
 pytest.importorskip("torch")
 
 import torch
+from torch.nn.utils.clip_grad import clip_grad_norm_ as clip_by_name
 
 import hvdlite.torch as hvd
 from hvdlite.observe import status
@@ -120,7 +121,7 @@ def clip_by_torch(kind, weights):
         torch.nn.utils.clip_grad_value_(weights, 0.25)
     else:
         generator = (weight for weight in weights)
-        torch.nn.utils.clip_grad_norm_(generator, 0.25 if kind == "norm" else 1e9)
+        clip_by_name(generator, 0.25 if kind == "norm" else 1e9)
 
 
 @ranks(2)
@@ -224,16 +225,47 @@ def test_unsynchronized_steps_and_resets_are_errors():
         optimizer.skip_synchronize(),
     ):
         optimizer.step()
-    for name, arguments in (("zero_grad", ()), ("set_backward_passes_per_step", (2,))):
-        with pytest.raises(RuntimeError, match=f"{name}.* for another optimizer.* freeze"):
-            getattr(optimizer, name)(*arguments)
+    with pytest.raises(RuntimeError, match=r"set_back.*after backward.*call one of these first"):
+        optimizer.set_backward_passes_per_step(2)
     with pytest.raises(RuntimeError, match=r"more than 1 times before step.*requires_grad_\(False"):
         loss_of(model, *batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called .* failed half-way"):
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"'3\.bias' was changed after backward"):
         optimizer.synchronize()
     optimizer.zero_grad()
     train(model, optimizer, 1)
     assert_identical_on_all_ranks(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_gradients_that_are_reset_without_a_step(batch_size):
+    """All ranks may throw gradients away, in steps weighted by samples, too, but not one alone."""
+    hvd.init()
+    model, unused = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    for count in range(3):
+        for _ in range(count):
+            loss_of(model, *batch(7)).backward()
+            optimizer.zero_grad(set_to_none=count == 1)
+        loss_of(model, *map(own, batch(count))).backward()
+        optimizer.step(batch_size=batch_size)
+        optimizer.zero_grad()
+    reference = sgd(unused)
+    for count in range(3):
+        reference.zero_grad()
+        loss_of(unused, *batch(count)).backward()
+        reference.step()
+    for parameter, expected in zip(model.parameters(), unused.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+    loss_of(model, *batch(0)).backward()
+    if hvd.rank():
+        optimizer.step(batch_size=batch_size)
+    optimizer.zero_grad()
+    loss_of(model, *batch(0)).backward()
+    with pytest.raises(hvd.MismatchError, match=r"step\(\) or zero_grad\(\).*without step\(\)"):
+        optimizer.step(batch_size=batch_size)
 
 
 def unfreeze(model, optimizer):

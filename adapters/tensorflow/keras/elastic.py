@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.keras import _elastic
 from hvdlite.keras._callbacks import complete
-from hvdlite.keras._elastic import KerasState
+from hvdlite.keras._elastic import *  # noqa: F403
 
-__all__ = [
-    "CommitStateCallback",
-    "HostUpdate",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
+__all__ = _elastic.__all__
 
-CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = (
-    complete(mixin, tf.keras.callbacks.Callback, __name__) for mixin in _elastic.CALLBACKS
+globals().update(
+    (mixin.__name__, complete(mixin, tf.keras.callbacks.Callback, __name__))
+    for mixin in _elastic.CALLBACKS
 )
