@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -208,16 +210,20 @@ class Job:
         def is_due() -> bool:
             return self._next is process and process.waiting[0] is place
 
+        is_mine: object = False
         try:
-            is_mine = process.turn.wait_for(
-                lambda: self._failure or process.is_dead or is_due(), _SECONDS
-            )
+            before = -1
+            while not is_mine and self.turns > before:  # others get on, on a busy machine
+                before = self.turns
+                is_mine = process.turn.wait_for(
+                    lambda: self._failure or process.is_dead or is_due(), _SECONDS
+                )
         finally:
             process.waiting.remove(place)
         if self._failure is not None or process.is_dead:
             raise SystemExit
         if not is_mine:
-            self._hang(f"no turn for rank {process.number} in {_SECONDS} s")
+            self._hang(f"no turn for any rank in {_SECONDS} s")
         self.turns += 1
         if self.turns > _MANY_TURNS:
             time.sleep(_LONG_TURN_SECONDS)
@@ -226,7 +232,9 @@ class Job:
 
     def _hang(self, why: str) -> None:
         doing = {each.number: each.doing for each in self.processes if not each.has_ended}
-        self._fail(HangError(f"{why}; the ranks are in {doing}"))
+        stacks = (traceback.format_stack(each) for each in sys._current_frames().values())
+        where = "".join(f"\n{''.join(stack[-3:])}" for stack in stacks)
+        self._fail(HangError(f"{why}; the ranks are in {doing}, the threads in{where}"))
         raise SystemExit
 
     def _give_up(self, error: BaseException) -> None:

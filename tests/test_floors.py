@@ -24,14 +24,14 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1557, "base errors version"),
     "world": (2, 820, "world"),
-    "observe": (2, 1246, "observe"),
+    "observe": (2, 1244, "observe"),
     "transport": (3, 3733, "transport"),
     "engine": (4, 3725, "engine"),
     "compression": (5, 2769, "compression"),
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3233, "gradients"),
     "recipe": (7, 2466, "recipe"),
-    "torch": (8, 6079, "torch"),
+    "torch": (8, 6080, "torch"),
     "tensorflow": (8, 2947, "tensorflow"),
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (

@@ -20,7 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.gradients.metadata import DENSE
-from hvdlite.observe import timeline
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.sparse import start_reduction, zero_gradient
@@ -225,7 +224,7 @@ class GradientHooks:
         """Return whether gradients may arrive without a hook that looks at each."""
         passes_once = self._reducer.passes_per_step == 1
         learns = self.exchange.learns_order and self.exchange.buckets.overlaps
-        return passes_once and not learns and not self._is_watching and timeline.current is None
+        return passes_once and not learns and not self._is_watching
 
     # The backward pass
 
@@ -241,11 +240,7 @@ class GradientHooks:
             if next(reversed(_hooks_of(self.parameters[number]))) != self._handles[number].id:
                 step.behind.append(number)  # they may change the gradient: `collect` takes it
                 return
-            if timeline.current is None:
-                self._take(number)
-            else:
-                with timeline.span("step", timeline.HOOK, tensor=self._names[number]):
-                    self._take(number)
+            self._take(number)
         elif passes > reducer.passes_per_step:
             self._call_at_end()  # which does not come
             raise RuntimeError(self._too_often(number))

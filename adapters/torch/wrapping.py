@@ -141,8 +141,7 @@ class Distributed(Wrapped):
         wrapped._exchange_state = state
         wrapped._evaluating = []
         wrapped._losses = LossExchange(losses, reducer.op, options.process_set)
-        average_before_scaling()
-        average_before_clipping()
+        extend_torch()
         _wrapped.append(weakref.ref(wrapped, _wrapped.remove))
         wrapped._begin(options, label)
         return optimizer
@@ -269,6 +268,10 @@ class Distributed(Wrapped):
             HorovodInternalError: communication failed.
             RuntimeError: the backward pass or a ``step()`` has ended half-way on this rank alone.
         """
+        self._forget_gradients()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def _forget_gradients(self) -> None:
         if self._reducer.in_flight:
             if self._reducer.is_cut_short:
                 self._refuse_in_flight("zero_grad()")
@@ -276,7 +279,6 @@ class Distributed(Wrapped):
                 self.synchronize(None if self._samples is None else 1)
             self._reducer.has_discarded = True
         self._reducer.reset_passes()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def _refuse_in_flight(self, call: str) -> None:
         if self._reducer.in_flight:
@@ -448,15 +450,17 @@ def _loss_like(loss: Any, value: float) -> Any:
 
 
 @functools.cache
-def average_before_scaling() -> None:
-    """Make every GradScaler wait for the exchange before it looks at gradients.
+def extend_torch() -> None:
+    """Let torch's scaling, clipping and resetting of gradients wait for their exchange.
 
-    A scaler decides by the gradients whether a step is taken, and by which factor the next loss is
-    scaled. An infinity on one rank is one in the average, so ranks that look at the averages take
-    the same decision. Two methods of torch are replaced; for optimizers that are not distributed
-    they work as before.
+    A GradScaler decides by the gradients whether a step is taken, and by which factor the next loss
+    is scaled. An infinity on one rank is one in the average, so ranks that look at the averages
+    take the same decision. Averages are what is to be clipped, too; programs import these functions
+    by name, so what is replaced is the one inside of them, which is called without gradients. A
+    module's ``zero_grad()`` is that of all optimizers that have no parameter of another module.
+    Nothing changes for optimizers that are not distributed.
     """
-    unscale, step = GradScaler.unscale_, GradScaler.step
+    unscale, step, zero_grad = GradScaler.unscale_, GradScaler.step, torch.nn.Module.zero_grad
 
     @functools.wraps(unscale)
     def unscale_averages(self: GradScaler, optimizer: Any) -> None:
@@ -473,18 +477,17 @@ def average_before_scaling() -> None:
         optimizer._after_step()  # the optimizer's hooks are not called if it is skipped
         return result
 
+    @functools.wraps(zero_grad)
+    def zero_averages(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        parameters = {*map(id, self.parameters())}
+        for optimizer in _living():
+            if parameters.issuperset(map(id, optimizer._parameter_names)):
+                optimizer._forget_gradients()
+        zero_grad(self, set_to_none)
+
     GradScaler.unscale_ = unscale_averages  # type: ignore[method-assign]
     GradScaler.step = step_on_averages  # type: ignore[method-assign]
-
-
-@functools.cache
-def average_before_clipping() -> None:
-    """Make torch's functions that clip gradients wait for the averages, which are to be clipped.
-
-    Of a program that has imported one by its name, too: it keeps the wrapper in which torch turns
-    gradients off, whose inner function is replaced. For parameters of no distributed optimizer they
-    work as before.
-    """
+    torch.nn.Module.zero_grad = zero_averages  # type: ignore[method-assign]
     for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
         inner: Any = getattr(clip, "__wrapped__", None)
         for cell in getattr(clip, "__closure__", None) or ():
@@ -496,8 +499,7 @@ def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def clip_averages(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            is_one = isinstance(parameters, torch.Tensor)
-            parameters = [parameters] if is_one else [*parameters]  # perhaps of a generator
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
             _wait_for_averages({*map(id, parameters)})
         return clip(parameters, *args, **kwargs)
 
@@ -506,11 +508,15 @@ def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wait_for_averages(parameters: set[int]) -> None:
     """Exchange the gradients of parameters, by id, if there are new ones, here or elsewhere."""
-    for reference in reversed(_wrapped):  # of two with the same parameters, the last exchanges them
-        optimizer = reference()
-        own = [] if optimizer is None else optimizer._trainable()
-        if optimizer is None or parameters.isdisjoint(map(id, own)):
+    for optimizer in _living():  # of two with the same parameters, the last exchanges them
+        own = optimizer._trainable()
+        if parameters.isdisjoint(map(id, own)):
             continue
         parameters = parameters.difference(map(id, own))
         if optimizer._reducer.may_have_new(own) or all(each.grad is None for each in own):
             optimizer._prepare_clipping()
+
+
+def _living() -> list[Distributed]:
+    """Return the distributed optimizers that there are, the last first."""
+    return [each for reference in reversed(_wrapped) if (each := reference()) is not None]

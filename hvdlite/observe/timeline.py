@@ -16,7 +16,6 @@ MEMCPY_OUT_FUSION_BUFFER                a lane     unpacking
 CYCLE_START                             a lane     start of a round; only with ``mark_cycles``
 QUEUE                                   a lane     from submission to execution
 STEP *                                  step       from the first gradient to the last average
-HOOK *                                  step       copying one gradient to its bucket
 SYNCHRONIZE *                           step       a thread is blocked until an operation ends
 ======================================  =========  ============================================
 
@@ -54,7 +53,6 @@ EXCHANGE = "EXCHANGE"
 MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"
 CYCLE_START = "CYCLE_START"
 STEP = "STEP"
-HOOK = "HOOK"
 SYNCHRONIZE = "SYNCHRONIZE"
 
 _log = logging.getLogger("hvdlite")

@@ -92,28 +92,28 @@ class TestEvents:
     def test_what_an_event_becomes(self, trace):
         start = trace.now()
         wall = time.time_ns() // 1000
-        trace.complete("step", timeline.HOOK, start, start + 5_000_000, bytes=12, name="w")
+        trace.complete("step", timeline.STEP, start, start + 5_000_000, bytes=12, name="w")
         trace.overlapping("named", timeline.QUEUE, start, start + 7_000_000, row="x")
         trace.overlapping("named", timeline.QUEUE, start, start + 7_000_000)
         trace.mark_cycles = True
         trace.observe("meet", "named")
         trace.close()
-        name, order, row_1, hook, row_2, *queue, cycle = parsed(trace.path)
+        name, order, row_1, step, row_2, *queue, cycle = parsed(trace.path)
         assert name["args"] == {"name": f"rank 3 on {HOST}", "job": "a job", "start": 1}
         assert order["args"] == {"sort_index": 3}
         assert (row_1["args"], row_2["args"]) == ({"name": "step"}, {"name": "named"})
         assert {event["pid"] for event in parsed(trace.path)} == {3}
-        assert row_1["tid"] == hook["tid"] != row_2["tid"] == cycle["tid"]
-        assert (hook["ph"], hook["name"]) == ("X", "HOOK")
-        assert hook["args"] == {"bytes": 12, "name": "w"}
-        assert abs(hook["ts"] - wall) < 5000
-        assert hook["dur"] in (5000, 5001)  # between whole microseconds
+        assert row_1["tid"] == step["tid"] != row_2["tid"] == cycle["tid"]
+        assert (step["ph"], step["name"]) == ("X", "STEP")
+        assert step["args"] == {"bytes": 12, "name": "w"}
+        assert abs(step["ts"] - wall) < 5000
+        assert step["dur"] in (5000, 5001)  # between whole microseconds
         assert [event["ph"] for event in queue] == ["b", "e", "b", "e"]
         assert queue[0]["id"] == queue[1]["id"] != queue[2]["id"] == queue[3]["id"]
         assert queue[1]["ts"] - queue[0]["ts"] in (7000, 7001)
         assert queue[0]["args"] == {"row": "x"}
         assert (cycle["ph"], cycle["s"]) == ("i", "t")
-        assert cycle["ts"] >= hook["ts"]
+        assert cycle["ts"] >= step["ts"]
 
     def test_what_was_nested_stays_nested(self, trace):
         chosen = random.Random(0)

@@ -1,8 +1,6 @@
 """Gradients that come without a hook of their own."""
 
 import contextlib
-import json
-import pathlib
 
 import pytest
 
@@ -14,7 +12,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hvdlite.torch as hvd
-from hvdlite.observe import timeline
 
 WIDTH = 3
 
@@ -294,24 +291,6 @@ def test_gradients_that_wait_are_not_stepped_on(branches):
         training.optimizer.synchronize()
         with training.optimizer.skip_synchronize():
             training.optimizer.step()
-
-
-@ranks(2)
-def test_a_timeline_sees_every_gradient(tmp_path):
-    with hurried() as training:
-        path = hvd.broadcast_object(str(tmp_path / "trace.json"))
-        hvd.start_timeline(path)
-        training.step(*BOTH)  # zero_grad() comes first, and changes the hooks
-        training.step(*BOTH)
-        assert sum(training.bare) == 0
-        hvd.stop_timeline()
-        hvd.barrier()
-        events = json.loads(pathlib.Path(path).read_text())
-        hooks = [event for event in events if event.get("name") == timeline.HOOK]
-        assert len(hooks) == hvd.size() * 2 * 16
-        for _ in range(2):
-            training.step(*BOTH)
-        assert sum(training.bare) == 14
 
 
 @ranks(2)

@@ -68,21 +68,24 @@ def check_alike(train, *models_of, tolerance=1e-11):
 
 
 @ranks(2)
-@pytest.mark.parametrize("freezes", [True, False])
-def test_two_networks_that_train_against_each_other(freezes):
+@pytest.mark.parametrize("way", ["freezes", "optimizer", "module", "passes"])
+def test_two_networks_that_train_against_each_other(way):
     """A GAN: the generator's pass leaves gradients in the critic, which are thrown away."""
 
     def train(models, wrap, part):
         generator, critic = models
-        optimizers = [wrap(sgd(model)) for model in models]
+        passes = 2 if way == "passes" else 1
+        optimizers = [wrap(sgd(generator)), wrap(sgd(critic), backward_passes_per_step=passes)]
+        is_reset = optimizers[1] if way in ("freezes", "optimizer") else critic
         for step in range(STEPS):
             real, noise = part(data_of(step, 2)), part(data_of(100 + step))
-            optimizers[1].zero_grad()
-            (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
+            is_reset.zero_grad()
+            losses = critic(generator(noise).detach()).mean(), -critic(real).mean()
+            for loss in losses if passes == 2 else [sum(losses)]:
+                loss.backward()
             optimizers[1].step()
             optimizers[0].zero_grad()
-            optimizers[1].zero_grad()
-            critic.requires_grad_(not freezes)
+            critic.requires_grad_(way != "freezes")
             (critic(generator(noise)) - 1).square().mean().backward()
             critic.requires_grad_(True)
             optimizers[0].step()
