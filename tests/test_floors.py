@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2589,
+        2590,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

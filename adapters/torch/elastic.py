@@ -27,7 +27,8 @@ class ModelStateHandler(StatefulHandler):
 
     def restore(self) -> None:
         super().restore()
-        self.value.zero_grad()  # forgets those of an abandoned step
+        for parameter in self.value.parameters():  # those of an abandoned step
+            parameter.grad = None
 
     def sync(self) -> None:
         if has_extra_state(self.value):
@@ -52,7 +53,7 @@ class OptimizerStateHandler(StatefulHandler):
 
     def restore(self) -> None:
         super().restore()
-        # Not its own, which refuses it while gradients are being exchanged.
+        # Not its own, which waits while gradients are being exchanged.
         torch.optim.Optimizer.zero_grad(self.value)
 
     def sync(self) -> None:

@@ -140,6 +140,27 @@ class TestState:
                 assert same(found["state"][number], entries)
             assert all(parameter.grad is None for parameter in model.parameters())
 
+    @ranks(2)
+    def test_a_step_that_one_rank_has_given_up_is_forgotten(self):
+        """It waits for no other rank, whose exchange may have failed."""
+        hvd.init()
+        model = make_model(0)
+        optimizer = OPTIMIZERS["Adam"](model.parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        state = TorchState(model, optimizer)
+        step(model, optimizer)
+        state.save()
+        if hvd.rank() == 0:
+            sum(parameter.sum() for parameter in model.parameters()).backward()
+        state.restore()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        hvd.shutdown()
+        hvd.init()
+        state.on_reset()
+        state.sync()
+        step(model, optimizer)
+        assert len({*hvd.allgather_object(repr(copied(model)))}) == 1
+
     @ranks(1)
     def test_an_optimizer_without_state_gets_none(self):
         hvd.init()
