@@ -35,6 +35,12 @@ _MAX_MISSES = 3
 # Fewer gradients than this keep their hooks: to do without would not pay.
 _FEWEST = 4
 
+#: What to do where a loss passes through the layers of two optimizers.
+FREEZE = (
+    "in a backward pass that is for another optimizer, as a GAN's generator has one, freeze this "
+    "one's parameters by requires_grad_(False)"
+)
+
 _gradient_of, _seen = attrgetter("grad"), attrgetter("seen")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
@@ -265,9 +271,7 @@ class GradientHooks:
             )
         return (
             f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
-            f"step() or synchronize(){owner}; {remedy}; in a backward pass that is for another "
-            "optimizer, as a GAN's generator has one, freeze this one's parameters by "
-            "requires_grad_(False)"
+            f"step() or synchronize(){owner}; {remedy}; {FREEZE}"
         )
 
     def _open_step(self) -> None:

@@ -30,9 +30,6 @@ from hvdlite.torch.hooks import GradientHooks
 from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
-#: A change of an optimizer, for comparison across ranks.
-DISCARDED = "zero_grad() after backward(), without step()"
-
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
 _has_new, _is_cut_short = attrgetter("has_new"), attrgetter("is_cut_short")
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
@@ -46,6 +43,7 @@ class Reducer:
         label: unique, and the same on all ranks; it begins the names of the exchanges.
 
     Attributes:
+        remembers: whether an exchange leaves something for the next one.
         passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
         are_used: whether a step in the current world has used those that were there.
@@ -65,6 +63,7 @@ class Reducer:
         self.op = options.reduction.op
         self.sparse_as_dense = options.sparse_as_dense
         self.passes_per_step = options.passes
+        self.remembers = options.strategy.stateful
         self.averaged = self.are_used = self.has_discarded = False
         self._options = options
         self._state = state
@@ -120,7 +119,7 @@ class Reducer:
         Returns:
             Descriptions, in the order of the parameters' registration.
         """
-        discarded = [DISCARDED] if self.has_discarded else []
+        discarded = ["zero_grad() after backward(), without step()"] if self.has_discarded else []
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         members = [*itertools.chain.from_iterable(map(_params, groups))]
@@ -190,7 +189,7 @@ class Reducer:
     def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether they may have gradients that no exchange and no step has used."""
         is_attached = self._attached.issuperset(map(id, parameters))
-        is_idle = is_attached and self.are_used and not self.in_flight
+        is_idle = is_attached and self.are_used and self._unfinished is None
         return not is_idle or any(map(_has_new, self._hooks))
 
     def finish(self, samples: int | None = None) -> None:

@@ -29,7 +29,7 @@ from hvdlite.gradients.metadata import checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.hooks import remove_hooks
+from hvdlite.torch.hooks import FREEZE, remove_hooks
 from hvdlite.torch.reducer import Names, Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
@@ -260,20 +260,19 @@ class Distributed(Wrapped):
         self._reducer.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does; if they are being exchanged, wait for that.
-
-        They are of a backward pass that was for another optimizer, as a GAN's generator has one.
+        """Reset the gradients, as torch does; those of another optimizer's loss once exchanged.
 
         Raises:
             HorovodInternalError: communication failed.
-            RuntimeError: the backward pass or a ``step()`` has ended half-way on this rank alone.
+            RuntimeError: the backward pass or a ``step()`` has ended half-way on this rank alone;
+                or a compression would send later what it remembers of these gradients.
         """
         self._forget_gradients()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def _forget_gradients(self) -> None:
         if self._reducer.in_flight:
-            if self._reducer.is_cut_short:
+            if self._reducer.is_cut_short or self._reducer.remembers:
                 self._refuse_in_flight("zero_grad()")
             with contextlib.suppress(NotFiniteError):
                 self.synchronize(None if self._samples is None else 1)
@@ -284,7 +283,7 @@ class Distributed(Wrapped):
         if self._reducer.in_flight:
             raise RuntimeError(
                 f"{call} was called after backward() and before step() or synchronize(), "
-                "while gradients are being exchanged; call one of these first. If "
+                f"while gradients are being exchanged; call one of these first; {FREEZE}. If "
                 "backward() has failed half-way on this rank, leave all gradients as they are, and "
                 "call optimizer.step(batch_size=0): then those of the other ranks count alone, "
                 "where all ranks pass their batch_size in every step"
@@ -453,12 +452,10 @@ def _loss_like(loss: Any, value: float) -> Any:
 def extend_torch() -> None:
     """Let torch's scaling, clipping and resetting of gradients wait for their exchange.
 
-    A GradScaler decides by the gradients whether a step is taken, and by which factor the next loss
-    is scaled. An infinity on one rank is one in the average, so ranks that look at the averages
-    take the same decision. Averages are what is to be clipped, too; programs import these functions
-    by name, so what is replaced is the one inside of them, which is called without gradients. A
-    module's ``zero_grad()`` is that of all optimizers that have no parameter of another module.
-    Nothing changes for optimizers that are not distributed.
+    An infinity on one rank is one in the average, so ranks that scale by averages take a step
+    together or none. Programs import the functions that clip by name, so what is replaced is what
+    these call. A module's ``zero_grad()`` is that of all optimizers that have no parameter of
+    another module. Nothing changes for optimizers that are not distributed.
     """
     unscale, step, zero_grad = GradScaler.unscale_, GradScaler.step, torch.nn.Module.zero_grad
 

@@ -268,6 +268,24 @@ def test_gradients_that_are_reset_without_a_step(batch_size):
         optimizer.step(batch_size=batch_size)
 
 
+@ranks(2)
+def test_what_a_compression_remembers_cannot_be_thrown_away():
+    hvd.init()
+    model = make_model()
+    compression = hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.5))
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), compression=compression
+    )
+    loss_of(model, *batch(0)).backward()
+    for each in (model, optimizer):
+        with pytest.raises(RuntimeError, match=r"another optimizer.* freeze"):
+            each.zero_grad()
+    optimizer.step()
+    model.zero_grad()
+    train(model, optimizer, 1)
+    assert_identical_on_all_ranks(model)
+
+
 def unfreeze(model, optimizer):
     for parameter in model[0].parameters():
         parameter.requires_grad_(True)
