@@ -31,8 +31,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3233, "gradients"),
     "recipe": (7, 2466, "recipe"),
-    "torch": (8, 6080, "torch"),
-    "tensorflow": (8, 2947, "tensorflow"),
+    "torch": (8, 6075, "torch"),
+    "tensorflow": (8, 2939, "tensorflow"),
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 474, "horovod"),
     "launch": (_BESIDE, 3464, "launch"),
     "tools": (_TOOLS, 4188, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 577, "common"),
+    "facade": (_FACADE, 575, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

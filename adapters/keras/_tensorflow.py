@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
-from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
+from hvdlite.tensorflow.recipe import pin_device
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, read
 

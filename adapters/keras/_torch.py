@@ -16,7 +16,7 @@ from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.replicas import DEVICE_STRIDE, ReplicaCheck, weight_label
 from hvdlite.gradients.sources import exchange_of
-from hvdlite.torch.device import pin_device
+from hvdlite.torch.recipe import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
 __all__ = ["CONVERSION", "after", "as_dense", "connect", "is_traced", "pin_device", "unconverted"]

@@ -20,11 +20,10 @@ from hvdlite.tensorflow import collectives, exchange_state, functions, rank_ops
 from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
 from hvdlite.tensorflow.collectives import *  # noqa: F403
 from hvdlite.tensorflow.data import shard, sharded
-from hvdlite.tensorflow.device import gpu_available, pin_device
 from hvdlite.tensorflow.exchange_state import *  # noqa: F403
 from hvdlite.tensorflow.functions import *  # noqa: F403
 from hvdlite.tensorflow.rank_ops import *  # noqa: F403
-from hvdlite.tensorflow.summary import summary_writer
+from hvdlite.tensorflow.recipe import gpu_available, pin_device, summary_writer
 from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 _seed_too(_tensorflow.random.set_seed, parts=False)

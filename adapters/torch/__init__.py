@@ -24,11 +24,11 @@ from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.torch import collectives, groups
 from hvdlite.torch.collectives import *  # noqa: F403
-from hvdlite.torch.device import pin_device
 from hvdlite.torch.dynamo import untrace_all as _untrace_all
 from hvdlite.torch.groups import *  # noqa: F403
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
+from hvdlite.torch.recipe import pin_device, summary_writer
 from hvdlite.torch.sampler import ShardSampler, ShardStream
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.state import (
@@ -37,7 +37,6 @@ from hvdlite.torch.state import (
     broadcast_parameters,
     checkpoint,
 )
-from hvdlite.torch.summary import summary_writer
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from hvdlite.torch.tensors import convert as _convert
 

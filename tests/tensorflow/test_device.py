@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-import hvdlite.tensorflow.device
+import hvdlite.tensorflow.recipe
 from hvdlite.recipe.resources import threads_per_rank
 
 
@@ -44,7 +44,7 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
     tf.ones(1)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
     # TensorFlow accepts the number that it has, which an earlier test may have set.
-    monkeypatch.setattr(hvdlite.tensorflow.device, "threads_per_rank", lambda: 77)
+    monkeypatch.setattr(hvdlite.tensorflow.recipe, "threads_per_rank", lambda: 77)
     with logged("INFO") as messages:
         assert hvd.pin_device().device_type == "CPU"
     assert len(messages) == 1

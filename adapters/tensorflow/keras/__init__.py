@@ -18,7 +18,7 @@ from hvdlite.keras._backends import uses_legacy_keras as _uses_legacy_keras
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._values import *  # noqa: F403 - the collectives
 from hvdlite.tensorflow.data import shard, sharded
-from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.recipe import pin_device
 
 if not _uses_legacy_keras:
     _check_backend(_os.environ.get("KERAS_BACKEND"))

@@ -1,9 +1,10 @@
-"""An accelerator, or a share of the cores, for each rank."""
+"""Parts of a recipe, by rank: an accelerator or a share of the cores, and a writer of events."""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import tensorflow as tf
 
@@ -46,6 +47,27 @@ def pin_device() -> tf.config.PhysicalDevice:
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
     """Return whether TensorFlow sees a GPU; the arguments have no effect, as in Horovod."""
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def summary_writer(log_dir: Any, **options: Any) -> tf.summary.SummaryWriter:
+    """Return a writer of ``tf.summary`` on rank 0, and one that does nothing on the other ranks.
+
+    Scripts call it alike on all ranks. Average before writing, on all ranks::
+
+        writer = hvd.summary_writer("logs")
+        with writer.as_default(step=step):
+            tf.summary.scalar("loss", hvd.allreduce(loss))
+
+    Args:
+        log_dir: Folder of the event files.
+        options: Other arguments of ``tf.summary.create_file_writer``.
+
+    Raises:
+        NotInitializedError: hvdlite is not initialized.
+    """
+    if world.rank() == 0:
+        return tf.summary.create_file_writer(str(log_dir), **options)
+    return tf.summary.create_noop_writer()
 
 
 def _set_threads(threads: int) -> None:
