@@ -31,12 +31,12 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3233, "gradients"),
     "recipe": (7, 2466, "recipe"),
-    "torch": (8, 6075, "torch"),
+    "torch": (8, 6078, "torch"),
     "tensorflow": (8, 2939, "tensorflow"),
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2590,
+        2585,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

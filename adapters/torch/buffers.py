@@ -42,6 +42,9 @@ _requires_grad = operator.attrgetter("requires_grad")
 _gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 _number = operator.itemgetter(0)
 _STRIDED = {torch.strided}
+# So many gradients are looked at and replaced at a time: torch keeps the Python object of a storage
+# as long as the storage, and hundreds of objects more would start the garbage collector.
+_PART = 128
 
 
 class Step:
@@ -283,7 +286,7 @@ class GradientBuffers:
                 average = self._average(number)
                 self._average_at[number] = average.data_ptr()
                 self._kept.append(gradients[number].detach())
-                _replace_memory(gradients[number], average)
+                _replace_memory([gradients[number]], [average])
             numbers = [number for number in numbers if number not in replaced]
         if numbers:
             self._write_small([*map(gradients.__getitem__, numbers)], numbers)
@@ -292,20 +295,30 @@ class GradientBuffers:
         """Let small gradients become views of the averages, or copy these if any is shared."""
         results = self._results  # a call for each takes longer
         averages: list[Any] = [*map(results.__getitem__, numbers)]
-        if self._lends and {*map(type, averages)} == {torch.Tensor} and _are_alone(gradients):
-            self._is_lent = True
-            for bucket, _ in self._small:
-                self._exchange.buckets.lane.release(bucket.arrays.result)
-            for gradient, average in zip(gradients, averages, strict=True):
-                gradient.data = average
-            torch.autograd.graph.increment_version(gradients)
-            return
+        if self._lends and {*map(type, averages)} == {torch.Tensor}:
+            count = self._lend(gradients, averages)
+            gradients, numbers = gradients[count:], numbers[count:]
+            if not gradients:
+                return
         averages = [self._average(n) if results[n] is None else results[n] for n in numbers]
         with torch.no_grad():
             try:
                 torch._foreach_copy_(gradients, averages)
             except RuntimeError:  # of one that repeats an element, or is a view as conjugates
                 torch._foreach_copy_([*map(self._new_gradient, numbers)], averages)
+
+    def _lend(self, gradients: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> int:
+        """Let gradients become views of the averages, up to where one is shared; count them."""
+        for start in range(0, len(gradients), _PART):
+            part = gradients[start : start + _PART]
+            if not _are_alone(part):
+                return start
+            if not self._is_lent:
+                self._is_lent = True
+                for bucket, _ in self._small:
+                    self._exchange.buckets.lane.release(bucket.arrays.result)
+            _replace_memory(part, averages[start : start + _PART])
+        return len(gradients)
 
     def _new_gradient(self, number: int) -> torch.Tensor:
         """Give a parameter a gradient of its own memory, without values, and return it."""
@@ -332,16 +345,9 @@ class GradientBuffers:
         """
         if not self._is_plain(gradient) or _use_count is None:
             return False
-        storage = gradient.untyped_storage()
-        if _use_count(storage._cdata) > _ALONE or storage.nbytes() != gradient.nbytes:
-            return False
-        if _owner_count(gradient) > _OWNERS_OF_GRADIENT:
-            return False
-        is_ours = number in self._zero_copy_of_torch or gradient.data_ptr() == self._average_at.get(
-            number
-        )
-        # Storage that is not resizable was allocated elsewhere, by numpy for example.
-        return is_ours or (storage.resizable() and not storage.is_shared())
+        is_lent = gradient.data_ptr() == self._average_at.get(number)
+        is_whole = gradient.untyped_storage().nbytes() == gradient.nbytes
+        return is_whole and _are_alone([gradient], is_lent or number in self._zero_copy_of_torch)
 
     def _is_plain(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient's elements lie on the host, one after the other."""
@@ -382,14 +388,9 @@ class GradientBuffers:
         return [slice(0, zero_copy.start), slice(zero_copy.stop, None)]
 
 
-def _views_of_one_tensor() -> int:
-    """Return how many views torch counts of a storage that one tensor has."""
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return 0 if _use_count is None else _use_count(storage._cdata)
-
-
-_ALONE = _views_of_one_tensor()
+_tensor = torch.empty(1)
+# The number of views that torch counts of a storage that one tensor has.
+_ALONE = 0 if _use_count is None else _use_count(_tensor.untyped_storage()._cdata)
 _OWNERS_OF_GRADIENT = 2  # its parameter and Python
 
 
@@ -399,33 +400,32 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return not is_viewed and _owner_count(tensor) <= 1
 
 
-def _are_alone(gradients: Sequence[torch.Tensor]) -> bool:
+def _are_alone(gradients: Sequence[torch.Tensor], are_ours: bool = False) -> bool:
     """Return whether nobody else has the memory of any gradient, fast.
 
-    The conditions are those of `GradientBuffers._can_replace_memory`.
+    Args:
+        are_ours: whether it is known to be torch's memory, or hvdlite's.
     """
     assert _use_count is not None
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     return (
         max(map(_use_count, map(_identity, storages))) <= _ALONE
         and max(map(_owner_count, gradients)) <= _OWNERS_OF_GRADIENT
-        and all(map(torch.UntypedStorage.resizable, storages))
-        and not any(map(torch.UntypedStorage.is_shared, storages))
+        # Storage that is not resizable was allocated elsewhere, by numpy for example.
+        and (are_ours or all(map(torch.UntypedStorage.resizable, storages)))
+        and (are_ours or not any(map(torch.UntypedStorage.is_shared, storages)))
         and all(map(torch.Tensor.is_contiguous, gradients))
         and not any(map(_requires_grad, gradients))
         and {*map(type, gradients)} == {torch.Tensor}
     )
 
 
-def _replace_memory(gradient: torch.Tensor, average: torch.Tensor) -> None:
-    """Give a gradient the memory of an average, without a copy.
-
-    The memory is freed when nobody views it any more. The gradient stays the same tensor, for
-    those who hold a reference to it.
-    """
-    gradient.data = average
+def _replace_memory(gradients: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> None:
+    """Give gradients, which stay the same tensors, the memory of averages, without a copy."""
+    for gradient, average in zip(gradients, averages, strict=True):
+        gradient.data = average
     # torch does not see the exchange: views and saved tensors must be told of the change.
-    torch.autograd.graph.increment_version(gradient)
+    torch.autograd.graph.increment_version(gradients)
 
 
 class ChangeDetector:

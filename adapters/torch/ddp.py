@@ -109,9 +109,9 @@ class CommHookState:
         lane = self._engine.gradients
         if compares and len(lane.transport.members) > 1:
             snapshot = self._check.begin(lane, self._engine.settings)
-            bucket.start(given.gradients(), overlaps, snapshot, self._check.end)
+            bucket.start(given, overlaps, snapshot, self._check.end)
         else:
-            bucket.start(given.gradients(), overlaps)
+            bucket.start(given, overlaps)
         if given.is_last():
             if self._group is not None:
                 self._group.calls += 1  # one call, which another rank may have made in its place
@@ -172,7 +172,7 @@ class _HookBucket:
 
     def start(
         self,
-        gradients: Sequence[torch.Tensor],
+        given: Any,
         begin: bool,
         snapshot: Snapshot | None = None,
         on_end: Callable[[], object] = lambda: None,
@@ -180,13 +180,16 @@ class _HookBucket:
         """Start the exchange.
 
         Args:
-            gradients: In the order of the parameters.
+            given: The ``torch.distributed.GradBucket``.
             begin: Whether it begins before `wait`.
             snapshot: Of this rank's replica, if the ranks compare them with this exchange.
             on_end: Called on success.
         """
         self.future = Future()
         left = len(self._parts)
+        # In the order of the parameters. Hundreds of them start the garbage collector.
+        is_whole = left == 1 and self._is_shared
+        gradients = () if is_whole else given.gradients()
 
         def end(handle: Handle) -> None:
             nonlocal left

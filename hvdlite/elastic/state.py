@@ -184,11 +184,6 @@ class StateHandler(Restorable):
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def set_value(self, value: Any) -> None:
-        """Replace the object, and save its state."""
-        self.value = value
-        self.save()
-
 
 class CapturingHandler(StateHandler):
     """A handler that saves, restores and synchronises by two methods: `capture` and `apply`."""

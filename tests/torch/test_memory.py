@@ -1,6 +1,9 @@
 """The memory of gradients, their own and the buckets'."""
 
+import copy
+import gc
 import math
+import operator
 import os
 import weakref
 
@@ -17,6 +20,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.torch import buffers
 from tests.torch.checks import assert_identical_on_all_ranks
+from tests.torch.test_distributed import grouped
 from tests.torch.test_optimizer import batch as make_batch
 from tests.torch.test_optimizer import flat as weights
 from tests.torch.test_optimizer import (
@@ -192,6 +196,65 @@ def test_small_gradients_become_their_averages_without_a_copy_in_the_same_memory
     assert all(not {*own} & {*averages} for own, averages in places)
     first, *others = [averages for _, averages in places[2:]]  # the order was learned before
     assert others == [first] * len(others)
+
+
+@ranks(2)
+def test_gradients_become_averages_without_a_copy_up_to_one_that_is_shared(monkeypatch):
+    monkeypatch.setattr(buffers, "_PART", 1)
+    hvd.init()
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (30, 40, 50)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    parameters[1].grad = torch.from_numpy(array := np.zeros(40, np.float32))
+    for step in range(1, 7):
+        parameters[0].grad = parameters[2].grad = None
+        array[:] = 0
+        sum((parameter * step * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+        own = [parameter.grad.data_ptr() for parameter in parameters]
+        optimizer.step()
+        assert all((parameter.grad == step * 1.5).all() for parameter in parameters)
+        assert (array == step * 1.5).all()
+        now = [parameter.grad.data_ptr() for parameter in parameters]
+        assert [*map(operator.eq, now, own)] == [False, True, True]
+
+
+def collections(call, threshold):
+    """Return how often the garbage collector runs in a call, at so many new objects."""
+    found = []
+    gc.collect()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(lambda phase, _: found.append(phase))
+    gc.set_threshold(threshold, *thresholds[1:])
+    try:
+        call()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
+    return len(found)
+
+
+@ranks(2)
+@grouped
+def test_a_step_makes_few_objects_that_the_garbage_collector_counts():
+    """Python's objects of gradients are torch's own; a full collection may outlast a step."""
+    hvd.init()
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(150)))
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    twin = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    twin.register_comm_hook(hvd.comm_hook_state(), hvd.comm_hook)
+
+    def backward(trained):
+        trained.zero_grad()
+        trained(torch.full((3, 2), 1.0 + hvd.rank())).sum().backward()
+
+    def step():
+        backward(model)
+        optimizer.step()
+
+    for _ in range(8):
+        step()
+        backward(twin)
+    assert collections(step, 500) == 0  # 300 of them are torch's
+    assert collections(lambda: backward(twin), 300) == 0
 
 
 @ranks(2)
