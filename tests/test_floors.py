@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3233, "gradients"),
     "recipe": (7, 2466, "recipe"),
-    "torch": (8, 6078, "torch"),
+    "torch": (8, 6080, "torch"),
     "tensorflow": (8, 2939, "tensorflow"),
     "keras": (9, 2364, "keras tensorflow.keras"),
     "elastic": (

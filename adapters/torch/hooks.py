@@ -162,8 +162,10 @@ class GradientHooks:
 
     @property
     def has_new(self) -> bool:
-        """Return whether gradients have been computed for which `finish` has not been called."""
-        return self.in_flight or any(self._step.passes)
+        """Return whether there may be gradients for which `finish` has not been called."""
+        # If all were set to None, those that are there are new, also without hooks that tell.
+        are_reset = {self.parameters[number].grad is None for number in self._averaged}
+        return self.in_flight or any(self._step.passes) or len(are_reset) == 2
 
     # Registration
 

@@ -237,7 +237,7 @@ class Reducer:
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
-        self.averaged = False
+        self.averaged = self.are_used = False  # what comes may have no hook that tells
         for hooks in self._hooks:
             hooks.reset_passes()
 

@@ -1,5 +1,6 @@
 import abc
 import copy
+import math
 
 import pytest
 
@@ -157,6 +158,24 @@ def test_torch_clips_averages(kind):
         elif kind == "value":
             expected = expected.clamp(max=0.25)
         torch.testing.assert_close(weight.detach(), -3 * expected, rtol=1e-5, atol=1e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_torch_clips_averages_where_only_gradients_without_hooks_come(by_optimizer):
+    hvd.init()
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(8)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    for step in range(8):
+        if by_optimizer:
+            optimizer.zero_grad()
+        else:
+            for weight in weights:
+                weight.grad = None
+        sum(weights[3:4] if step == 6 else weights).mul(hvd.rank() + 1).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+        assert norm.item() == pytest.approx(1.5 * (1 if step == 6 else math.sqrt(8)))
+        optimizer.step()
 
 
 @ranks(2)
