@@ -29,18 +29,18 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3725, "engine"),
     "compression": (5, 2769, "compression"),
     "collectives": (6, 1960, "collectives"),
-    "gradients": (7, 3233, "gradients"),
+    "gradients": (7, 3261, "gradients"),
     "recipe": (7, 2466, "recipe"),
-    "torch": (8, 6080, "torch"),
-    "tensorflow": (8, 2939, "tensorflow"),
-    "keras": (9, 2364, "keras tensorflow.keras"),
+    "torch": (8, 6104, "torch"),
+    "tensorflow": (8, 2945, "tensorflow"),
+    "keras": (9, 2378, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2585,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 1990, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 1992, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1274,
@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 474, "horovod"),
     "launch": (_BESIDE, 3464, "launch"),
-    "tools": (_TOOLS, 4188, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4100, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 575, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

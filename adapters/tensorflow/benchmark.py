@@ -14,7 +14,6 @@ from keras import layers
 from mpi4py import MPI
 
 import hvdlite.tensorflow as hvd
-from hvdlite.tools.bench.job import start_horovod
 from hvdlite.tools.bench.workloads import (
     CLASSES,
     LEARNING_RATE,
@@ -83,8 +82,6 @@ def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[
         "hvdlite": hvd.DistributedGradientTape,
         "mpi": lambda tape: _averaging(comm, tape),
     }
-    if "horovod" in names:
-        ways["horovod"] = start_horovod("tensorflow").DistributedGradientTape
     chosen = [name for name in ways if name in names]
     batch = WORKLOADS[workload].batch
     yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]

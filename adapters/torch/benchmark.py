@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
 from hvdlite.tools.bench.allreduce_ranks import Library
-from hvdlite.tools.bench.job import naming, start_horovod
+from hvdlite.tools.bench.job import naming
 from hvdlite.tools.bench.workloads import (
     CLASSES,
     LEARNING_RATE,
@@ -55,26 +55,21 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
         names: of contenders; those that need no PyTorch are ignored.
     """
     torch.set_num_threads(1)
-    found = {"hvdlite": _like_horovod(hvd)}
-    if "horovod" in names:
-        found["horovod"] = _like_horovod(start_horovod("torch"))
-    found["gloo"] = Library(
-        lambda tensor, _: dist.all_reduce(tensor),
-        lambda tensor, _: dist.all_reduce(tensor, async_op=True),
-        view=torch.from_numpy,
-    )
+    found = {
+        "hvdlite": Library(
+            lambda tensor, name: hvd.allreduce_(tensor, name=name, op=hvd.Sum),
+            lambda tensor, name: hvd.allreduce_async_(tensor, name=name, op=hvd.Sum),
+            lambda handles: [hvd.synchronize(each) for each in handles],
+            view=torch.from_numpy,
+        ),
+        "gloo": Library(
+            lambda tensor, _: dist.all_reduce(tensor),
+            lambda tensor, _: dist.all_reduce(tensor, async_op=True),
+            view=torch.from_numpy,
+        ),
+    }
     with gloo(comm) if "gloo" in names else contextlib.nullcontext():
         yield found
-
-
-def _like_horovod(library: Any) -> Library:
-    """Return a library that has Horovod's interface, which is also hvdlite's."""
-    return Library(
-        lambda tensor, name: library.allreduce_(tensor, name=name, op=library.Sum),
-        lambda tensor, name: library.allreduce_async_(tensor, name=name, op=library.Sum),
-        lambda handles: [library.synchronize(each) for each in handles],
-        view=torch.from_numpy,
-    )
 
 
 # Training steps
@@ -140,8 +135,6 @@ def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[
         "fsdp": lambda model: _fsdp(model, dist.group.WORLD),
         "fsdp-hvdlite": lambda model: _fsdp(model, dist.new_group(backend="hvdlite")),
     }
-    if "horovod" in names:
-        ways["horovod"] = partial(_distributed, start_horovod("torch"))
     chosen = [name for name in ways if name in names]
     batch, is_dense = WORKLOADS[workload].batch, bool(WORKLOADS[workload].widths)
     if is_dense and "ddp" in chosen:  # without batch normalisation
@@ -157,13 +150,10 @@ def alone(model: nn.Module) -> Trained:
     return model, torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
 
 
-def _distributed(library: Any, model: nn.Module) -> Trained:
+def hvdlite(model: nn.Module) -> Trained:
+    """Return the model and hvdlite's optimizer."""
     _, optimizer = alone(model)
-    return model, library.DistributedOptimizer(optimizer, model.named_parameters())
-
-
-hvdlite = partial(_distributed, hvd)
-"""Return the model and hvdlite's optimizer."""
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
 
 def _ddp(model: nn.Module, **options: Any) -> Trained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import pkgutil
 import subprocess
@@ -19,7 +18,7 @@ from hvdlite.launch.worker import RemoteTraceback
 from hvdlite.tools.bench.measurement import watch
 from hvdlite.tools.bench.report import count_text
 
-_PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch", "tensorflow", "keras", "horovod")
+_PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch", "tensorflow", "keras")
 _QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 # What keeps a core busy, until the rank that has started it ends.
 _COMPUTE = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"
@@ -109,18 +108,6 @@ def naming(contender: str) -> Iterator[None]:
         raise ContenderError(
             f"{contender} failed: {type(error).__name__}: {line}; choose others by --contenders"
         ) from error
-
-
-def start_horovod(framework: str) -> Any:
-    """Return Horovod for a framework, initialised.
-
-    Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
-    also while others are timed.
-    """
-    with naming("horovod"):
-        module = importlib.import_module(f"horovod.{framework}")
-        module.init()
-    return module
 
 
 def say(comm: Any, text: str) -> None:

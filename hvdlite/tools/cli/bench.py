@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import choose_hosts
 from hvdlite.launch.options import at_least
-from hvdlite.launch.programs import ask
 from hvdlite.tools.bench import job, report
 from hvdlite.tools.bench.compression_ranks import CANDIDATES
 from hvdlite.tools.bench.workloads import BACKENDS, WORKLOADS
@@ -191,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, and return the document that ``--json`` writes."""
     benchmark = options.benchmark
     framework = _choose_framework(benchmark, options.framework)
-    names, remark = _choose(benchmark, framework, options.contenders)
+    names = _choose(benchmark, framework, options.contenders)
     facts = report.machine()
     common = {
         "framework": framework,
@@ -206,7 +204,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         own = {"sizes": options.sizes, "burst": options.burst}
         cases = [own]
     where = {"hosts": options.hosts, "hostfile": options.hostfile}
-    notes = [remark] if remark else []
+    notes = []
     if options.busy:
         notes.append(f"processes that computed meanwhile on each host: {options.busy}")
     results: list[Record] = []
@@ -238,11 +236,11 @@ def _choose_framework(benchmark: str, asked: str | None) -> str:
     raise StartError(f"the {benchmark} benchmark needs {missing}, which cannot be found")
 
 
-def _choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> tuple[list[str], str]:
-    """Return the contenders, and a remark on one that is left out; without a wish, all there are.
+def _choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> list[str]:
+    """Return the contenders; without a wish, all that compete.
 
     Raises:
-        StartError: a contender is unknown, or cannot be imported.
+        StartError: a contender is unknown.
     """
     known = _BENCHMARKS[benchmark].known[framework]
     for name in asked or ():
@@ -253,22 +251,7 @@ def _choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> tupl
             )
     usual = (name for name in known if name not in BACKENDS)
     wanted = {*(usual if asked is None else asked), *_BENCHMARKS[benchmark].always}
-    remark = ""
-    if "horovod" in wanted and (reason := _no_horovod(framework)):
-        if asked is not None:
-            raise StartError(f"--contenders horovod: {reason}; install Horovod, or leave it out")
-        wanted.remove("horovod")
-        remark = f"without horovod: {reason}"
-    return [name for name in known if name in wanted], remark
-
-
-def _no_horovod(framework: str) -> str:
-    """Return why Horovod cannot be imported; empty: it can. An import may crash, so elsewhere."""
-    if find_spec("horovod") is None:
-        return "it is not installed"
-    code = f"import sys; sys.path[:] = {sys.path!r}; import horovod.{framework}"
-    works, line = ask([sys.executable, "-c", code])
-    return "" if works else line
+    return [name for name in known if name in wanted]
 
 
 # Tables
@@ -357,7 +340,7 @@ _BENCHMARKS = {
         _sums,
         plots.allreduce,
         {
-            "torch": ("hvdlite", "bucket", "mpi", "gloo", "horovod", "memcpy"),
+            "torch": ("hvdlite", "bucket", "mpi", "gloo", "memcpy"),
             "numpy": ("hvdlite", "bucket", "mpi", "memcpy"),
         },
         ["hvdlite"],
@@ -369,8 +352,8 @@ _BENCHMARKS = {
         _steps,
         plots.models,
         {
-            "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod", *BACKENDS),
-            "tensorflow": ("alone", "hvdlite", "mpi", "horovod"),
+            "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", *BACKENDS),
+            "tensorflow": ("alone", "hvdlite", "mpi"),
         },
         ["alone", "hvdlite"],
         models=list(WORKLOADS),

@@ -21,7 +21,6 @@ COLORS = {
     "gloo": "#2ca02c",
     "ddp": "#2ca02c",
     "ddp-no-buffers": "#98df8a",
-    "horovod": "#9467bd",
     "ddp-hvdlite": "#ff7f0e",
     "ddp-hook": "#ffbb78",
     "fsdp": "#8c564b",

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Tell from a timeline how much of each rank's time goes into compute, exchange and "
         "waiting, which rank the others wait for, and which buckets take longest."
     )
-    parser.add_argument("file", metavar="FILE", help="hvdlite's timeline, or Horovod's")
+    parser.add_argument("file", metavar="FILE", help="a timeline")
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.add_argument("--html", metavar="PAGE", help="write a page that needs no network")
 
@@ -70,7 +70,7 @@ def describe(document: Mapping[str, Any]) -> str:
     count = steps["count"]
     lines = [f"note: {document['problem']}"] if document["problem"] else []
     of = f", {count} {steps['marker']}" if count > 1 else ""
-    lines.append(f"{len(shares)} ranks{of}, {document['events']} events by {document['origin']}")
+    lines.append(f"{len(shares)} ranks{of}, {document['events']} events")
     if count > 1:
         lines.append(
             f"time of a step: median {time_text(steps['seconds_median'])}, "

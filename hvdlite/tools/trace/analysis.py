@@ -37,7 +37,7 @@ _MANY_SMALL = 20  # operations in a step
 
 
 def read(path: str) -> tuple[dict[str, Any], Record]:
-    """Analyse the trace in a file, hvdlite's timeline or Horovod's.
+    """Analyse a timeline, which is a file.
 
     Returns:
         The figures, times in seconds and parts from 0 to 1, and the record behind them. None stands
@@ -45,8 +45,6 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
 
         ``file``, ``events``
             The path, and the number of events in it.
-        ``origin``
-            The program that wrote it: hvdlite or Horovod.
         ``problem``
             Why the rest of the file is missing; empty: it is complete.
         ``steps``
@@ -85,8 +83,7 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
     if not record.tensors:
         ended = "before the first operation" if record.problem else "without any operation"
         raise StartError(
-            f"{path} ends {ended} of hvdlite or Horovod after {record.events} events; "
-            "record at least one step"
+            f"{path} ends {ended} of hvdlite after {record.events} events; record at least one step"
         )
     ranks = list(record.ranks.values())
     marker = _find_steps(record, ranks)
@@ -94,14 +91,13 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
     if count > 1:
         for each in ranks:
             each.first, each.last = int(each.ends[0]), int(each.ends[count - 1])
-    waits = _Waits(ranks, record.is_horovod)
+    waits = _Waits(ranks)
     document = {
         "file": record.path,
-        "origin": "Horovod" if record.is_horovod else "hvdlite",
         "events": record.events,
         "problem": record.problem,
         "steps": _describe(count, marker, ranks[0], record),
-        "shares": [_share(rank, each, record.is_horovod) for rank, each in record.ranks.items()],
+        "shares": [_share(rank, each) for rank, each in record.ranks.items()],
         "slowest": waits.slowest(list(record.ranks), count - 1),
         "waited_for": (waits.matrix * _MICRO).tolist(),
         "sent_ratio": _sent_ratio(record, len(ranks)),
@@ -118,7 +114,7 @@ class _Waits:
         late: microseconds between the first rank's arrival and the last one's.
     """
 
-    def __init__(self, ranks: Sequence[RankRecord], is_horovod: bool) -> None:
+    def __init__(self, ranks: Sequence[RankRecord]) -> None:
         size = len(ranks)
         matched = _match([each.inside[each.inside.ready >= 0] for each in ranks])
         waited = np.array([own.start - own.ready for own in matched], np.int64)
@@ -128,10 +124,8 @@ class _Waits:
         self.tensor = matched[0].tensor
         self.matrix = np.zeros((size, size))
         for rank, (own, record) in enumerate(zip(matched, ranks, strict=True)):
-            blocked = excess[rank].astype(float)
-            if not is_horovod:
-                until = record.blocked_until
-                blocked = until(own.ready + excess[rank]) - until(own.ready)
+            until = record.blocked_until
+            blocked = until(own.ready + excess[rank]) - until(own.ready)
             self.matrix[rank] = np.bincount(self.last, blocked, size)
 
     def slowest(self, ranks: Sequence[int], steps: int) -> dict[str, Any] | None:
@@ -206,7 +200,7 @@ def _sent_ratio(record: Record, size: int) -> float | None:
     return sent / (nbytes * 2 * (size - 1) / size)
 
 
-def _share(rank: int, record: RankRecord, is_horovod: bool) -> dict[str, Any]:
+def _share(rank: int, record: RankRecord) -> dict[str, Any]:
     seconds = (record.last - record.first) * _MICRO
     blocked, busy, both = (value * _MICRO for value in record.blocked_and_busy())
     parts = {
@@ -215,8 +209,7 @@ def _share(rank: int, record: RankRecord, is_horovod: bool) -> dict[str, Any]:
         "waiting": blocked - both,
         "hidden": busy - both,
     }
-    known = dict.fromkeys(parts) if is_horovod else parts
-    return {"rank": rank, "name": record.name or f"rank {rank}", "seconds": seconds, **known}
+    return {"rank": rank, "name": record.name or f"rank {rank}", "seconds": seconds, **parts}
 
 
 def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
@@ -301,7 +294,7 @@ def advise(figures: Mapping[str, Any]) -> list[str]:
             f"There are {steps['small']:.0f} operations of less than 64 KiB in a step: combine "
             "them by hvd.grouped_allreduce, and metrics by one hvd.average_metrics.",
         )
-    if not hints and figures["origin"] == "hvdlite":
+    if not hints:
         hint(0.0, f"Exchange and waiting take {exchange + waiting:.1%}: settings can gain little.")
     if steps["count"] < 2:
         hint(
@@ -331,6 +324,6 @@ def _on_bytes(figures: Mapping[str, Any]) -> str:
 
 
 def mean_share(figures: Mapping[str, Any], part: str) -> float:
-    """Return a part's share of the time of all ranks; 0 if the trace does not tell it."""
-    known: float = sum(share[part] or 0.0 for share in figures["shares"])
+    """Return a part's share of the time of all ranks."""
+    known: float = sum(share[part] for share in figures["shares"])
     return known / (sum(share["seconds"] for share in figures["shares"]) or 1.0)

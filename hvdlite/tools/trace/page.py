@@ -55,9 +55,9 @@ def time_text(seconds: float) -> str:
 
 
 def share_cells(share: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parts of a rank's time in percent, by column; a dash for an unknown one."""
-    parts, whole = {part: share[part] for part in PARTS}, share["seconds"] or 1.0
-    return {name: "-" if part is None else f"{part / whole:.1%}" for name, part in parts.items()}
+    """Return the parts of a rank's time in percent, by column."""
+    whole = share["seconds"] or 1.0
+    return {part: f"{share[part] / whole:.1%}" for part in PARTS}
 
 
 def tensor_cells(tensor: Mapping[str, Any]) -> dict[str, str]:

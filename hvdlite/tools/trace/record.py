@@ -39,7 +39,6 @@ _LARGEST = 2**53
 #     had brought them together;
 # start: when all ranks had come; end: when the operation was over.
 _OPERATION = [(name, np.int64) for name in ("tensor", "occurrence", "ready", "start", "end")]
-_ROWS_AHEAD = (timeline.NEGOTIATE, timeline.QUEUE)
 
 
 class RankRecord:
@@ -135,8 +134,6 @@ class Record:
         tensors: by the row and name of each tensor (the names of unnamed operations count as one):
             its number, the largest number of bytes of its operations, and the most that a rank has
             sent in one of them; 0: unknown.
-        is_horovod: Horovod wrote the trace. Its coordinator alone does, and its processes are
-            tensors: there are no waits of the training thread in it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -145,14 +142,9 @@ class Record:
         self.problem = ""
         self.ranks: dict[int, RankRecord] = defaultdict(RankRecord)
         self.tensors: dict[tuple[str, str], tuple[int, int, int]] = {}
-        self.is_horovod = False
         self._rows: dict[Any, str] = {}
         self._ready: dict[Any, int] = {}
         self._blocked: dict[Any, int] = {}
-        # Of Horovod's processes: their names, events that have begun, and the ranks that have come.
-        self._names: dict[Any, str] = {}
-        self._open: dict[Any, list[tuple[str, int]]] = defaultdict(list)
-        self._arrivals: dict[Any, dict[int, int]] = defaultdict(dict)
         if os.path.isdir(self.path):
             raise StartError(f"{self.path} is a folder, expected a timeline's file; {_REMEDY}")
         try:
@@ -205,12 +197,10 @@ class Record:
         for event in self.parse():
             phase = event.get("ph")
             try:
-                if phase == "X" and not self.is_horovod:
+                if phase == "X":
                     self._complete(event)
                 elif phase == "M":
                     self._metadata(event)
-                elif self.is_horovod:
-                    self._horovods(event)
                 elif phase in ("b", "e") and event["name"] == timeline.SYNCHRONIZE:
                     self._overlapping(event)
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -228,12 +218,8 @@ class Record:
         name = event["args"].get("name")
         if event["name"] == "thread_name":
             self._rows[event["tid"]] = str(name)
-        elif event["name"] == "process_name":
-            if "job" in event["args"]:
-                self.ranks[_number(event["pid"])].name = str(name)
-            else:
-                self.is_horovod = True
-                self._names[event["pid"]] = str(name)
+        elif event["name"] == "process_name" and "job" in event["args"]:
+            self.ranks[_number(event["pid"])].name = str(name)
 
     def _complete(self, event: Event) -> None:
         name, start, thread = event["name"], _number(event["ts"]), event["tid"]
@@ -259,29 +245,6 @@ class Record:
         rank = self.ranks[_number(event["pid"])]
         rank.see(start, end)
         rank.synchronize.extend((start, end))
-
-    def _horovods(self, event: Event) -> None:
-        """Add an event of Horovod's timeline: a process is a tensor, and events begin and end.
-
-        While an operation is negotiated, an event without duration, named after the rank, says that
-        the rank has come.
-        """
-        tensor, phase, time = event["pid"], event["ph"], _number(event["ts"])
-        if phase == "B":
-            self._open[tensor].append((event["name"], time))
-        elif phase in "Xi" and event.get("name", "").isdecimal():
-            self._arrivals[tensor].setdefault(int(event["name"]), time)
-        elif phase == "E" and self._open[tensor]:
-            name, start = self._open[tensor].pop()
-            if self._open[tensor] or name.startswith(_ROWS_AHEAD):
-                return  # a part of an operation
-            arrivals = self._arrivals.pop(tensor, {})
-            number = self.tensor("", self._names.get(tensor, str(tensor))) if arrivals else -1
-            for rank, ready in arrivals.items():
-                record = self.ranks[rank]
-                record.name = f"rank {rank}"
-                record.see(ready, time)
-                record.add(number, ready, max(start, ready), time)
 
 
 def _number(value: Any) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,16 +13,6 @@ from hvdlite.tools.cli.main import main
 
 NUMPY = ("allreduce", "--framework", "numpy")
 FRAMEWORKS = ["torch", "tensorflow"]
-# A Horovod whose sums are right, until it is told otherwise.
-HOROVOD = """
-import os, signal
-from hvdlite.torch import *
-
-def allreduce_(tensor, name, op):
-    from hvdlite import torch
-    {fault}
-    return torch.allreduce_(tensor, name=name, op=op)
-"""
 
 
 def refused(capsys, *words):
@@ -130,16 +119,9 @@ class TestMistakes:
             (FRAMEWORKS, "training", "needs PyTorch (pip install 'hvdlite[torch]') and TensorFlow"),
             (FRAMEWORKS, "allreduce --framework torch", "needs PyTorch (pip install 'hvdlite["),
             (["matplotlib"], "allreduce --framework numpy --plot x.png", "install hvdlite[cli]`"),
-            (
-                ["horovod"],
-                "training --contenders horovod",
-                "--contenders horovod: it is not installed; install Horovod, or leave it out",
-            ),
         ],
     )
     def test_what_is_not_installed(self, capsys, monkeypatch, missing, words, message):
-        if missing == ["horovod"] and find_spec("torch") is None:
-            pytest.skip("no PyTorch")
         for name in missing:
             monkeypatch.setitem(sys.modules, name, None)
         code, line = refused(capsys, *words.split())
@@ -171,7 +153,7 @@ class TestTraining:
         document = json.loads(capsys.readouterr().out)
         (record,) = document["results"]
         check(record)
-        assert [name for name in record["seconds"] if name != "horovod"] == contenders
+        assert [*record["seconds"]] == contenders
         samples = {name: np.array(times) for name, times in record["samples"].items()}
         for name, added in record["overhead_seconds"].items():
             differences = samples[name] - samples["alone"]
@@ -204,26 +186,21 @@ def test_compression(tmp_path, capsys):
 
 @pytest.mark.slow
 class TestContenders:
-    """A package called horovod takes part, and is named when it fails."""
+    """One that fails is named."""
 
-    def measure(self, capsys, monkeypatch, folder, fault):
+    def measure(self, capsys, monkeypatch, fault):
         pytest.importorskip("torch")
-        package = folder / "horovod"
-        package.mkdir()
-        (package / "__init__.py").write_text("")
-        (package / "torch.py").write_text(HOROVOD.format(fault=fault))
-        monkeypatch.syspath_prepend(folder)
-        words = ("--sizes", "4KiB", "--rounds", "1", "--contenders", "horovod")
+        monkeypatch.setattr(bench, "_RANKS", "tests.tools.cli.faulty_{}_ranks:measure_" + fault)
+        words = ("--sizes", "4KiB", "--rounds", "1", "--contenders", "gloo")
         return refused(capsys, "allreduce", *words)
 
-    def test_that_is_wrong(self, capsys, monkeypatch, tmp_path):
-        code, line = self.measure(capsys, monkeypatch, tmp_path, "return tensor.fill_(1)")
+    def test_that_is_wrong(self, capsys, monkeypatch):
+        code, line = self.measure(capsys, monkeypatch, "wrong")
         assert code == 1
-        assert "horovod failed: RuntimeError: a sum of 4096 bytes has 1.0, expected 3.0" in line
+        assert "gloo failed: RuntimeError: a sum of 4096 bytes has 1.0, expected 3.0" in line
 
-    def test_that_kills_a_rank(self, capsys, monkeypatch, tmp_path):
-        fault = "torch.rank() == 1 and os.kill(os.getpid(), signal.SIGKILL)"
-        code, line = self.measure(capsys, monkeypatch, tmp_path, fault)
+    def test_that_kills_a_rank(self, capsys, monkeypatch):
+        code, line = self.measure(capsys, monkeypatch, "killed")
         assert code == 1
         assert "rank 1 on host" in line
         assert "SIGKILL" in line

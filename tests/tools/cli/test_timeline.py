@@ -164,31 +164,6 @@ class TestAnalysis:
         assert analysis.shares[0].seconds == pytest.approx(0.04)
         assert analysis.shares[0].hidden == pytest.approx(0.03)
 
-    def test_horovods_timeline_names_the_last_rank(self, tmp_path):
-        events = [{"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "grad"}}]
-        for step in range(3):
-            begin = 1000 * step
-            events += [
-                {"name": "NEGOTIATE_ALLREDUCE", "ph": "B", "pid": 7, "ts": begin},
-                {"name": "1", "ph": "X", "pid": 7, "ts": begin, "dur": 0},
-                {"name": "0", "ph": "X", "pid": 7, "ts": begin + 300, "dur": 0},
-                {"ph": "E", "pid": 7, "ts": begin + 300},
-                {"name": "ALLREDUCE", "ph": "B", "pid": 7, "ts": begin + 310},
-                {"name": "MPI_ALLREDUCE", "ph": "B", "pid": 7, "ts": begin + 320},
-                {"ph": "E", "pid": 7, "ts": begin + 500},
-                {"ph": "E", "pid": 7, "ts": begin + 510},
-            ]
-        path = tmp_path / "horovod.json"
-        path.write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in events))
-        analysis = read(str(path))
-        assert (analysis.origin, analysis.steps.count) == ("Horovod", 3)
-        assert analysis.problem.startswith(f"{path} is cut off")
-        assert [share.waiting for share in analysis.shares] == [None, None]
-        assert (analysis.slowest.rank, analysis.slowest.last) == (0, 1)
-        assert analysis.slowest.waited_per_step == pytest.approx(300e-6)
-        assert analysis.tensors[0].exchange == pytest.approx(200e-6)
-        assert run(path, "--html", tmp_path / "page.html") == 0
-
 
 class TestFiles:
     @pytest.mark.slow
@@ -339,7 +314,7 @@ class TestOutput:
         assert "rank 0 on host    0.400    20.0%     20.0%    60.0%             0.0%" in lines
         assert lines[-2].startswith("hint: The others wait for rank 1 (45 ms per step, 45% of the")
         assert lines[-1].startswith("hint: Exchange takes 20%: ")
-        assert lines[0] == "3 ranks, 5 exchanges of SGD, 87 events by hvdlite"
+        assert lines[0] == "3 ranks, 5 exchanges of SGD, 87 events"
         assert lines[1] == "time of a step: median 100.00 ms, mean 100.00 ms, longest 100.00 ms"
         assert "slowest: rank 1, last at 100% of the operations" in lines
         assert "the others waited 180.00 ms for it, 45.00 ms per step" in lines
