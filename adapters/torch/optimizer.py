@@ -143,6 +143,8 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, Wrapped):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if "_optimizer_step_pre_hooks" in vars(optimizer):  # torch does so in its constructor
+        optimizer._patch_step_function()
     if not getattr(type(optimizer).step, "hooked", False):
         raise TypeError(
             f"{type(optimizer).__name__} does not run torch's step hooks, on which the exchange "

@@ -10,6 +10,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +28,7 @@ from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
-from hvdlite.torch.replicas import make_check
+from hvdlite.torch.replicas import find_frozen, make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
@@ -278,7 +279,9 @@ class Reducer:
         """Make the comparison of some parameters across ranks, and of the optimizer."""
         if not self._options.replicates:
             return None
-        return make_check(self._optimizer, self.names, parameters)
+        # Of several exchanges, the first one compares what none has.
+        frozen = tuple if self._hooks else partial(find_frozen, self.names, self._attached)
+        return make_check(self._optimizer, self.names, parameters, frozen)
 
     def make_exchange(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,17 +33,31 @@ def make_check(
     find_optimizer: FindOptimizer,
     names: Mapping[torch.Tensor, str],
     parameters: Collection[torch.Tensor],
+    find_constants: Callable[[], Iterable[tuple[str, Find]]] = tuple,
 ) -> ReplicaCheck:
     """Make the comparison of an optimizer, and of parameters, across ranks.
 
     Args:
         find_optimizer: returns the optimizer, or None if it is gone.
         parameters: as they are whenever the ranks compare them.
+        find_constants: as `find_frozen`.
     """
     replica = _Replica(find_optimizer, names, parameters)
     return ReplicaCheck(
-        replica.options, replica.values, _REMEDY, to_array=to_array, stride=replica.stride
+        replica.options,
+        replica.values,
+        _REMEDY,
+        to_array=to_array,
+        stride=replica.stride,
+        constants=find_constants,
     )
+
+
+def find_frozen(names: Any, attached: Set[int] = frozenset()) -> Iterator[tuple[str, Find]]:
+    """Yield the parameters in `Names` that are not trained, but for those attached, by id."""
+    for parameter, name in {**names.given, **names}.items():
+        if not parameter.requires_grad and id(parameter) not in attached:
+            yield weight_label(name), partial(_of_weak, weakref.ref(parameter))
 
 
 @dataclass
@@ -133,6 +148,10 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             yield from _paths(each, (*path, number))
     elif _as_tensor(value) is not None:
         yield path
+
+
+def _of_weak(weight: weakref.ref[torch.Tensor]) -> Any:
+    return _as_tensor(weight())
 
 
 def _as_tensor(value: Any) -> Any:

@@ -11,6 +11,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,7 +26,7 @@ from hvdlite.gradients.replicas import describe_optimizer
 from hvdlite.recipe.seeding import last_seed, seed_part
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Names, describe, in_order
-from hvdlite.torch.replicas import host_options, make_check
+from hvdlite.torch.replicas import find_frozen, host_options, make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
@@ -79,7 +80,8 @@ class VirtualReducer:
         self._constants: dict[tuple[str, int], Any] = {}  # with which the step has begun
         self._has_begun = False
         self._look_around()
-        check = make_check(self._find_optimizer, names, self._parameters)
+        frozen = partial(find_frozen, names)
+        check = make_check(self._find_optimizer, names, self._parameters, frozen)
         self.exchange = VirtualExchange(label, options.strategy, options.reduction, check)
 
     def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:

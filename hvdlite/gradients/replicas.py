@@ -137,6 +137,8 @@ class ReplicaCheck:
         to_array: returns a slice of what a `Find` returns as a numpy array.
         stride: the number of exchanges from slice to slice, which is longer accordingly: more than
             one where it costs something to begin to read.
+        constants: returns what ``values`` does, of arrays that training does not change, such as
+            frozen weights: they are compared where everything is, but in no slice.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class ReplicaCheck:
         uncompared: Callable[[], int] = lambda: 1,
         to_array: Callable[[Any], Any] = np.asarray,
         stride: Callable[[], int] = lambda: 1,
+        constants: Callable[[], Iterable[tuple[str, Find]]] = tuple,
     ) -> None:
         self.remedy = remedy
         self.data = DataCheck()
@@ -155,6 +158,7 @@ class ReplicaCheck:
         self._values = values
         self._uncompared = uncompared
         self._stride = stride
+        self._constants = constants
         self._world: Callable[[], object | None] = lambda: None
         self._steps = 0  # completed ones
         self._until_all: float = 0  # the number of exchanges before one that compares everything
@@ -199,7 +203,8 @@ class ReplicaCheck:
         return self._last_options[0]
 
     def _begin_rotation(self) -> None:
-        self.rotation = Rotation(self._values(), self._to_array, self._stride(), self.rotation)
+        values, constants = self._values(), () if self._until_all else self._constants()
+        self.rotation = Rotation(values, self._to_array, self._stride(), self.rotation, constants)
         self._position, self._found_at = 0, self._steps + 1
 
     def end(self) -> None:
@@ -223,8 +228,8 @@ class ReplicaCheck:
 
     def restart(self) -> Rotation:
         """Compare everything until the ranks agree; return the arrays as they are now."""
-        self._begin_rotation()
         self._until_all = 0
+        self._begin_rotation()
         return self.rotation
 
     def rest(self) -> None:
@@ -260,6 +265,14 @@ class _Entry(NamedTuple):
         return rows[start - first * row : stop - first * row]
 
 
+def _entries_of(values: Iterable[tuple[str, Find]]) -> Iterator[_Entry]:
+    for label, find in values:
+        array = find()
+        if array is not None:
+            sizes = array.itemsize, math.prod(array.shape)
+            yield _Entry(label, find, array.shape, array.dtype, *sizes)
+
+
 class Rotation:
     """The arrays of a replica, cut into slices of equal costs.
 
@@ -267,6 +280,7 @@ class Rotation:
         values: as in `ReplicaCheck`, now.
         to_array, stride: as there.
         before: the rotation before, which knows when arrays have been equal.
+        constants: as in `ReplicaCheck`, now.
 
     Attributes:
         length: the number of exchanges that compare all slices.
@@ -278,25 +292,22 @@ class Rotation:
         to_array: Callable[[Any], Any],
         stride: int,
         before: Rotation | None,
+        constants: Iterable[tuple[str, Find]] = (),
     ) -> None:
-        self._entries: list[_Entry] = []
-        for label, find in values:
-            array = find()
-            if array is not None:
-                shape, sizes = array.shape, (array.itemsize, math.prod(array.shape))
-                self._entries.append(_Entry(label, find, shape, array.dtype, *sizes))
+        self._rolling = [*_entries_of(values)]
+        self._entries = [*self._rolling, *_entries_of(constants)]
         self._to_array = to_array
         self._stride = stride
         # An array's elements come after its overhead, on an axis of costs.
         self._first = [0]
-        for entry in self._entries:
+        for entry in self._rolling:
             self._first.append(self._first[-1] + _OVERHEAD + entry.size * entry.itemsize)
         self._cost = stride * max(_LEAST, -(-self._first[-1] // ROTATION))
         count = max(1, -(-self._first[-1] // self._cost))
         self.length = count * stride
         # Found now, because it takes a step longer than this loop to find each of them.
         self._slices = [[*self._slice(number)] for number in range(count)]
-        self._described = [(*each[:1], *each[2:], stride) for each in self._entries]
+        self._described = [(*each[:1], *each[2:], stride) for each in self._rolling]
         # The last step in which a slice has been equal; and an array, in earlier rotations.
         self._equal: list[int] = [0] * count
         self._known: Mapping[str, int] = {}
@@ -308,7 +319,7 @@ class Rotation:
         texts = [(label, *shape, str(dtype)) for label, shape, dtype, *_ in self._described]
         self._structure = zlib.crc32(repr((texts, stride)).encode())
         if before is not None:
-            since = {each.label: before._since(n) for n, each in enumerate(before._entries)}
+            since = {each.label: before._since(n) for n, each in enumerate(before._rolling)}
             self._known = {**before._known, **since}
 
     def digest(self, position: int) -> bytes:
@@ -328,8 +339,8 @@ class Rotation:
     def _slice(self, number: int) -> Iterator[tuple[_Entry, int, int]]:
         start, stop = number * self._cost, (number + 1) * self._cost
         index = max(0, bisect_right(self._first, start) - 1)
-        while index < len(self._entries) and self._first[index] < stop:
-            entry = self._entries[index]
+        while index < len(self._rolling) and self._first[index] < stop:
+            entry = self._rolling[index]
             begins = self._first[index] + _OVERHEAD
             first, last = (
                 min(max(0, -(-(bound - begins) // entry.itemsize)), entry.size)
@@ -348,7 +359,7 @@ class Rotation:
 
     def equal_since(self, label: str, element: int) -> int:
         """Return as `ReplicaCheck.equal_since`."""
-        for index, entry in enumerate(self._entries):
+        for index, entry in enumerate(self._rolling):
             if entry.label == label:
                 offset = self._first[index] + _OVERHEAD + element * entry.itemsize
                 return self._equal[min(offset // self._cost, len(self._equal) - 1)] or (
@@ -359,7 +370,7 @@ class Rotation:
     def _since(self, index: int) -> int:
         """Return the last step in which all of an array has been equal; 0: never."""
         first, last = (bound // self._cost for bound in self._first[index : index + 2])
-        return min(self._equal[first : last + 1]) or self._known.get(self._entries[index].label, 0)
+        return min(self._equal[first : last + 1]) or self._known.get(self._rolling[index].label, 0)
 
     def describe(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """Return for each array its dtype and shape as text, its shape, and its checksum."""

@@ -1,6 +1,7 @@
 import abc
 import copy
 import math
+from collections import OrderedDict, defaultdict
 
 import pytest
 
@@ -101,6 +102,31 @@ def test_what_is_wrapped_stays_what_it_was():
     assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(optimizer)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, without torch's constructor, as timm's Lookahead is."""
+
+    def __init__(self, inner):
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, defaultdict(dict)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@ranks(2)
+def test_an_optimizer_that_calls_no_constructor_of_torch():
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = hvd.DistributedOptimizer(Around(torch.optim.SGD([weight], lr=1.0)))
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        (weight * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        assert weight.item() == -1.5 * step
 
 
 def check_clipping_by_each_rank(**options):

@@ -1,5 +1,7 @@
 """Ranks whose replicas differ are told so with the second exchange; others are left alone."""
 
+import weakref
+
 import pytest
 
 from tests.harness import ranks
@@ -68,6 +70,35 @@ def test_weights_that_were_never_broadcast():
     assert_identical_on_all_ranks(model)
 
 
+@ranks(2)
+@pytest.mark.parametrize("is_owned", [False, True])
+def test_frozen_weights_that_were_never_broadcast(is_owned):
+    """The optimizer may have them, or their names alone."""
+    hvd.init()
+    model = make_model(seed=hvd.rank())
+    model[0].requires_grad_(False)
+    torch.nn.init.zeros_(model[2].weight)
+    torch.nn.init.zeros_(model[2].bias)
+    owned = model if is_owned else model[2]
+    optimizer = wrap(model, torch.optim.SGD(owned.parameters(), lr=0.1))
+    step(model, optimizer)
+    message = refused(model, optimizer)
+    assert "the weight '0.weight' is " in message
+    assert "2 of 4 weights differ" in message
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for number in range(2, 5):
+        step(model, optimizer, number)
+    if not is_owned:  # nor kept
+        frozen = weakref.ref(model[0].weight)
+        del model[0]
+        assert frozen() is None
+        return
+    model[0].requires_grad_(True)
+    for number in range(5, 30):  # in all positions
+        step(model, optimizer, number)
+    assert_identical_on_all_ranks(model)
+
+
 def other_class(model):
     return (torch.optim.Adam if last_rank() else torch.optim.SGD)(model.parameters(), lr=0.1)
 
@@ -128,11 +159,12 @@ def test_what_is_the_same_on_all_ranks_is_no_difference():
     model = make_model()
     model[0].weight.requires_grad_(False)
     with torch.no_grad():
-        model[0].weight.fill_(hvd.rank())  # frozen, and not exchanged
+        model[0].weight.fill_(hvd.rank())  # frozen, and not named
         model[2].bias[0] = float("nan")
     fused = last_rank()  # as on a device of another kind
     plain = torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=0.1, fused=fused)
-    optimizer = wrap(model, plain, backward_passes_per_step=2)
+    named = [*model.named_parameters()][1:]
+    optimizer = hvd.DistributedOptimizer(plain, named, backward_passes_per_step=2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for _ in range(3):
         optimizer.zero_grad()
