@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,9 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base import files
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import global_process_set
+from hvdlite.errors import MismatchError
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
@@ -105,10 +109,15 @@ class BroadcastGlobalVariablesCallback:
         self.local_variables = list(local_variables or ())
         self.broadcast_done = False
         self._steps: int | None = None  # of all optimizers, before this fit
+        self._are_shared = False  # the weights, by all ranks and after each step
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables that exist on all ranks."""
-        self.broadcast_done = False
+        """Broadcast the variables that exist on all ranks.
+
+        Raises:
+            MismatchError: The optimizer is distributed on some ranks only, or has other variables.
+        """
+        self.broadcast_done = self._are_shared = False
         self._steps = status.all_steps()
         name = "BroadcastGlobalVariablesCallback"
         weights, _ = self._built()
@@ -116,10 +125,15 @@ class BroadcastGlobalVariablesCallback:
             self._broadcast_weights(weights)
             # On all ranks or on none: legacy Keras would choose other names in the first batch.
             optimizer = getattr(self.model, "optimizer", None)
-            is_built = build_optimizer(optimizer, self.model)
-            _, state = self._built()
-            mine = is_built, len(state)
-            if all(each == (True, len(state)) for each in collectives.allgather_object(mine, name)):
+            is_shared, is_exchanged = _describe(optimizer)
+            mine = build_optimizer(optimizer, self.model), is_shared
+            found = zip(*collectives.allgather_object(mine, name), strict=True)
+            are_built, self._are_shared = map(all, found)
+            if are_built:
+                _, state = self._built()
+                what = "whether it is a DistributedOptimizer", "the number of its variables"
+                entries = dict(zip(what, (is_exchanged, len(state)), strict=True))
+                collectives.agree_on("the model's optimizer", entries)
                 # Gradients that an earlier fit has left to the next update are each rank's own.
                 state = [each for each in state if "gradient_accumulator" not in each.name]
                 broadcast_variables(state, self.root_rank)
@@ -138,8 +152,10 @@ class BroadcastGlobalVariablesCallback:
         self._expect_comparison()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Warn after the first epoch if each rank has trained by itself."""
+        """Warn after the first epoch if each rank has trained by itself, or a part of the model."""
         steps, self._steps = self._steps, None
+        if steps is not None and self._are_shared:
+            self._compare_weights()
         optimizer = getattr(self.model, "optimizer", None)
         is_alone = steps == status.all_steps() and distributed_part(optimizer) is None
         if is_alone and world.size() > 1 and world.rank() == 0:
@@ -149,6 +165,20 @@ class BroadcastGlobalVariablesCallback:
                 "Keras has loaded from a file has none: load it by hvd.load_model(path), or call "
                 "hvd.DistributedOptimizer(model.optimizer)"
             )
+
+    def _compare_weights(self) -> None:
+        local = set(map(id, self.local_variables))
+        weights = [each for each in self.model.trainable_weights if id(each) not in local]
+        sums = {getattr(w, "path", w.name): zlib.crc32(to_array(w).tobytes()) for w in weights}
+        try:
+            collectives.agree_on("the checksums of weights after an epoch", sums)
+        except MismatchError as error:
+            if world.rank() == 0:
+                _log.warning(
+                    f"{error}; what updates them exchanges nothing: call hvd.DistributedOptimizer "
+                    "for each optimizer of the model (weights that are each rank's own are "
+                    "local_variables= of the callback that broadcasts)"
+                )
 
     def _broadcast_weights(self, weights: list[Any]) -> None:
         compare_adapted(self.model)
@@ -168,6 +198,15 @@ class BroadcastGlobalVariablesCallback:
         built = weights_of(self.model) if self.model.built else ()
         weights = [weight for weight in built if id(weight) not in local]
         return weights, variables_of(getattr(self.model, "optimizer", None))
+
+
+def _describe(optimizer: Any) -> tuple[bool, bool]:
+    """Return whether all ranks have the same weights after a step, and whether they exchange it."""
+    part, checks = distributed_part(optimizer), runtime.engine().settings.check_ranks
+    if part is None or part._hvdlite.options.process_set is not global_process_set:
+        return part is None and checks != "off", False
+    is_shared = part._hvdlite.options.schedule is None and not part._hvdlite.local
+    return is_shared and checks != "off", True
 
 
 class MetricAverageCallback:

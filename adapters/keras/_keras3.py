@@ -17,7 +17,7 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite.gradients.keras_exchange import Synchronizer
+from hvdlite.gradients.keras_exchange import Synchronizer, overwrites
 from hvdlite.gradients.options import Options
 from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
@@ -115,10 +115,14 @@ class DistributedKeras3(DistributedKeras):
         passes = synchronizer.options.passes
         if passes > 1 and not synchronizer.options.average_passes:
             # Keras divides by the number of passes.
-            gradients = [None if g is None else ops.multiply(g, passes) for g in gradients]
+            gradients = [
+                g if g is None or overwrites(v) else ops.multiply(g, passes)
+                for g, v in zip(gradients, variables, strict=True)
+            ]
         apply = super().apply  # type: ignore[misc]
         _build(self, variables)  # ranks compare its variables
         if synchronizer.path is not None:
+            _refuse_overwritten(variables)
             synchronizer.path.step(
                 gradients,
                 variables,
@@ -166,6 +170,15 @@ def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | 
             "None, for each of them, and the variables themselves if the optimizer is not built"
         )
     return variables
+
+
+def _refuse_overwritten(variables: Sequence[Any]) -> None:
+    if found := [*filter(overwrites, variables)]:
+        raise ValueError(
+            f"the next value of {found[0].path!r} is what Keras calls its gradient (the model is "
+            "quantized to float8, perhaps), which neither virtual ranks nor a schedule combines; "
+            "leave them out"
+        )
 
 
 def _accumulates(optimizer: Any) -> bool:
@@ -223,9 +236,11 @@ def _reduce_accumulated(
     def total(number: int) -> Any:
         if indices[number] not in pending:
             return None
-        earlier = ops.multiply(accumulators[number], scale)
+        earlier, combine = accumulators[number], ops.maximum
+        if not overwrites(variables[number]):
+            earlier, combine = ops.multiply(earlier, scale), ops.add
         gradient = gradients[number]
-        return earlier if gradient is None else ops.add(framework.as_dense(gradient), earlier)
+        return earlier if gradient is None else combine(framework.as_dense(gradient), earlier)
 
     def exchange() -> tuple[list[Any], Any]:
         sums = [total(number) for number in range(len(variables))]

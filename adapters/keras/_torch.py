@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.base.reduction import Max
 from hvdlite.compression import Parameter
 from hvdlite.engine import runtime
 from hvdlite.gradients.keras_exchange import LABEL, Backend, Synchronizer
@@ -16,6 +17,7 @@ from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.replicas import DEVICE_STRIDE, ReplicaCheck, weight_label
 from hvdlite.gradients.sources import exchange_of
+from hvdlite.torch.groups import grouped_allreduce
 from hvdlite.torch.recipe import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
@@ -82,6 +84,10 @@ class TorchBackend(Backend):
             Parameter(name, tuple(variable.value.shape), dtype_of(variable.value.dtype))
             for name, variable in zip(names, variables, strict=True)
         )
+
+    def greatest(self, values: Sequence[torch.Tensor], variables: Sequence[Any]) -> list[Any]:
+        name, process_set = f"{LABEL}: {variables[0].path!r}", self._options.process_set
+        return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
 
     def _check_of(
         self, parameters: tuple[Parameter, ...], variables: Sequence[Any]

@@ -45,23 +45,13 @@ def allreduce(
     compression: Strategy = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce a value over all ranks: ``postscale_factor * op(prescale_factor * value)``.
+    """Reduce a value over all ranks, as `hvdlite.allreduce`.
 
     Args:
         value: A number, array, tensor or variable, of the same shape on all ranks.
-        name: Pairs this call with those of the other ranks; None: by order.
-        average: Deprecated; True is Average, False is Sum.
-        prescale_factor: Multiplies the value before the reduction.
-        postscale_factor: Multiplies the result.
-        op: One of the six reductions; None: Average.
-        compression: Compression of floats.
-        process_set: The ranks that take part.
 
     Returns:
-        A numpy array of the value's shape.
-
-    Raises:
-        ValueError, HorovodInternalError: As `hvdlite.allreduce`.
+        A numpy array of that shape.
     """
     return collectives.allreduce(
         to_array(value),
@@ -78,18 +68,7 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Concatenate the values of all ranks along axis 0, in the order of the ranks.
-
-    Args:
-        value: As for `allreduce`, but axis 0 may differ between ranks.
-        name, process_set: As for `allreduce`.
-
-    Returns:
-        A numpy array.
-
-    Raises:
-        HorovodInternalError: The ranks disagree, or communication failed.
-    """
+    """Concatenate the values of all ranks along axis 0, as `hvdlite.allgather`."""
     return collectives.allgather(to_array(value), name, process_set=process_set)
 
 
@@ -99,19 +78,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the value of rank ``root_rank`` on all ranks.
-
-    Args:
-        value: As for `allreduce`.
-        root_rank: The rank that has the value.
-        name, process_set: As for `allreduce`.
-
-    Returns:
-        A numpy array of the value's shape.
-
-    Raises:
-        ValueError, HorovodInternalError: As `hvdlite.broadcast`.
-    """
+    """Return the value of rank ``root_rank`` on all ranks, as `hvdlite.broadcast`."""
     return collectives.broadcast(to_array(value), root_rank, name, process_set=process_set)
 
 
@@ -124,20 +91,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     compression: Strategy = Compression.none,
 ) -> Any:
-    """Reduce a value over all ranks and return this rank's rows of the result.
-
-    Args:
-        value: As for `allreduce`, with at least one axis. If the number of rows is no multiple of
-            the number of ranks, the first ranks get one row more.
-        op: Average, Sum, Min, Max or Product.
-        name, process_set, prescale_factor, postscale_factor, compression: As for `allreduce`.
-
-    Returns:
-        A numpy array.
-
-    Raises:
-        ValueError, HorovodInternalError: As `hvdlite.reducescatter`.
-    """
+    """Reduce a value, and return this rank's rows of the result, as `hvdlite.reducescatter`."""
     return collectives.reducescatter(
         to_array(value),
         name,

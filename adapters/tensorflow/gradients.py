@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.base.reduction import ReduceOp
+from hvdlite.base.reduction import Max, ReduceOp
 from hvdlite.compression import Parameter, Reduction, StrategyState
 from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
@@ -26,7 +26,7 @@ from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.gradients.sources import SourceExchange, exchange_of
-from hvdlite.tensorflow.collectives import allreduce
+from hvdlite.tensorflow.collectives import allreduce, grouped_allreduce
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
@@ -154,6 +154,12 @@ class GradientAllreduce(Backend):
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         return parameters_of(variables)
+
+    def greatest(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        process_set = self.options.process_set
+        name = f"{numbered(self.label, process_set)}: {parameters_of(variables)[0].name!r}"
+        with in_order():
+            return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
 
 
 # For each graph, the comparisons that it makes.

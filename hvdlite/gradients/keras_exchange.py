@@ -43,6 +43,9 @@ class Backend(Protocol):
     def are_finite(self, gradients: Sequence[Any]) -> Any:
         """Return whether all dense gradients are finite: a bool, or a tensor in a graph."""
 
+    def greatest(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the greatest values of all ranks, as `overwrites` says it of these variables."""
+
 
 class GradientPath(Protocol):
     """Makes an optimizer's steps where there is not one exchange of gradients for each.
@@ -125,10 +128,16 @@ class LocalVariables:
     ) -> list[Any]:
         """Return the gradients reduced over all ranks, except those of local variables."""
         result, shared = list(gradients), self.others(variables)
+        written = [n for n in shared if overwrites(variables[n]) and result[n] is not None]
+        if written:
+            values = [[each[n] for n in written] for each in (result, variables)]
+            for number, value in zip(written, backend.greatest(*values), strict=True):
+                result[number] = value
         if self._scale:
             for number in {*range(len(result))}.difference(shared):
                 check_not_local(batch_size)
                 result[number] = backend.divide_by_size(result[number])
+        shared = [number for number in shared if not overwrites(variables[number])]
         reduced = backend.reduce(
             [result[number] for number in shared],
             [variables[number] for number in shared],
@@ -301,6 +310,14 @@ class Synchronizer:
                 "before they are exchanged; leave out backward_passes_per_step and "
                 "gradient_accumulation_steps, or batch_size"
             )
+
+
+def overwrites(variable: Any) -> bool:
+    """Return whether the gradient of a variable is its next value, as of the scales of float8.
+
+    Keras takes the greatest of several passes, so the greatest of all ranks is that of all samples.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _identities(variable: Any) -> set[int]:

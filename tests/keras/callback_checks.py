@@ -103,6 +103,42 @@ def test_a_loaded_model_that_exchanges_nothing_is_reported():
     assert all("hvd.load_model(path)" in each for each in found)
 
 
+def test_weights_that_part_without_an_exchange_are_reported():
+    class Apart(keras.Sequential):
+        def train_step(self, *_):
+            for weight in self.trainable_weights[1:2]:
+                weight.assign(weight + hvd.rank())
+            return {"loss": keras.ops.zeros(())}
+
+    x, y = map(own, data())
+    for is_local, told in ((False, hvd.rank() == 0), (True, 0)):
+        model = Apart([keras.Input((5,)), keras.layers.Dense(1, name="only")])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", run_eagerly=True, jit_compile=False)
+        local = model.trainable_weights[1:] if is_local else None
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
+        with logged() as messages:
+            model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[broadcast])
+        found = [each for each in messages if "1 trainable weights differ" in each]
+        assert len(found) == told
+        assert all("only/bias'" in each for each in found)
+
+
+def test_optimizers_that_differ_are_refused_before_the_broadcast():
+    is_first = hvd.rank() == 0
+    for is_wrapped, steps, words in (
+        (is_first, None, "a DistributedOptimizer on rank 0 alone"),
+        (True, None if is_first else 2, r"has \(\d+, \d+\) variables on ranks 0 to 1"),
+    ):
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+        if is_wrapped:
+            hvd.DistributedOptimizer(optimizer)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model = make_model()
+        with pytest.raises(hvd.MismatchError, match=words):
+            fit(model, optimizer, *map(own, data()), BATCH, callbacks=[broadcast])
+
+
 def optimizer_config(path):
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))

@@ -169,6 +169,50 @@ def test_loss_scaling_around_accumulation():
     check_fit(make(hvd.DistributedOptimizer), reference(make(lambda inner: inner)))
 
 
+def test_next_values_in_the_place_of_gradients_are_the_greatest_of_all_ranks_and_passes():
+    """Keras computes those of the scales of float8 so; weights are as they are without them."""
+    compression, adding = hvd.Compression.fp16, {"backward_passes_per_step": 2}
+    for options, passes, factor in (
+        ({}, 1, 1.0),
+        ({"op": hvd.Sum}, 1, hvd.size()),
+        ({"compression": compression, "gradient_predivide_factor": 2.0}, 1, 1.0),
+        (adding, 2, 2.0),
+        ({**adding, "average_aggregated_gradients": True}, 2, 1.0),
+    ):
+        weight, scale = (keras.Variable(np.zeros(3, np.float32), name=name) for name in "ab")
+        scale.overwrite_with_gradient = True
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        draw = np.random.default_rng(0).uniform(size=(STEPS, passes, hvd.size(), 3))
+        for step, values in enumerate(draw.astype(np.float32), start=1):
+            for each in values[:, hvd.rank()]:
+                gradients = np.full(3, 1.0 + hvd.rank(), np.float32), each
+                optimizer.apply([*map(keras.ops.convert_to_tensor, gradients)], [weight, scale])
+            mean = (1 + hvd.size()) / 2
+            assert close(flat([weight]), [-step * mean * factor] * 3, 1e-2)
+            assert np.array_equal(flat([scale]), values.max(axis=(0, 1)))
+
+
+def test_the_scales_of_float8_are_those_of_one_process():
+    found = []
+    for optimizer, rows, batch in (
+        (keras.optimizers.SGD(0.1), data(), BATCH * hvd.size()),
+        (hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), map(own, data()), BATCH),
+    ):
+        model = make_model()
+        for layer in model.layers:
+            layer.quantize("float8")
+        fit(model, optimizer, *rows, batch, graph=True)
+        # The gradients of a rank's mean loss are larger, by the number of ranks.
+        scales = [v for v in model.trainable_weights if v.overwrite_with_gradient]
+        found.append(flat([v for v in scales if "outputs_grad" not in v.path]))
+    assert close(*found, 1e-3)
+    local = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), schedule=hvd.Schedule.LocalSGD(every=2)
+    )
+    with pytest.raises(ValueError, match="quantized to float8"):
+        fit(model, local, *map(own, data()), BATCH, graph=True)
+
+
 def test_keras_and_other_optimizers_are_as_they_were():
     with exchanges() as count:
         fit(make_model(), keras.optimizers.SGD(0.1), *map(own, data()), BATCH)
