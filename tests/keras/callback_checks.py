@@ -119,16 +119,16 @@ def test_weights_that_part_without_an_exchange_are_reported():
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
         with logged() as messages:
             model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[broadcast])
-        found = [each for each in messages if "1 trainable weights differ" in each]
+        found = [each for each in messages if "updates them exchanges nothing" in each]
         assert len(found) == told
-        assert all("only/bias'" in each for each in found)
+        assert all("only/bias is " in each for each in found)
 
 
 def test_optimizers_that_differ_are_refused_before_the_broadcast():
     is_first = hvd.rank() == 0
     for is_wrapped, steps, words in (
-        (is_first, None, "a DistributedOptimizer on rank 0 alone"),
-        (True, None if is_first else 2, r"has \(\d+, \d+\) variables on ranks 0 to 1"),
+        (is_first, None, "DistributedOptimizer is True on rank 0, False on rank 1"),
+        (True, None if is_first else 2, r"its variables is \d+ on rank 0, \d+ on rank 1"),
     ):
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
         if is_wrapped:
