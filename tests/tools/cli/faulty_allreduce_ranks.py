@@ -18,9 +18,9 @@ def measure_wrong(comm, **arguments):
 
 
 def measure_killed(comm, **arguments):
-    def all_reduce(tensor, right=dist.all_reduce):
+    def all_reduce(tensor):
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        right(tensor)
+        signal.pause()  # until the launcher ends this rank, too
 
     return _measure_with(all_reduce, comm, arguments)
