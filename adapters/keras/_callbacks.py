@@ -133,7 +133,7 @@ class BroadcastGlobalVariablesCallback:
                 _, state = self._built()
                 what = "whether it is a DistributedOptimizer", "the number of its variables"
                 entries = dict(zip(what, (is_exchanged, len(state)), strict=True))
-                collectives.agree_on("the model's optimizer", entries)
+                collectives.agree_on("the optimizer, which all ranks have to make alike", entries)
                 # Gradients that an earlier fit has left to the next update are each rank's own.
                 state = [each for each in state if "gradient_accumulator" not in each.name]
                 broadcast_variables(state, self.root_rank)

@@ -127,17 +127,17 @@ class LocalVariables:
         backend: Backend,
     ) -> list[Any]:
         """Return the gradients reduced over all ranks, except those of local variables."""
-        result, shared = list(gradients), self.others(variables)
-        written = [n for n in shared if overwrites(variables[n]) and result[n] is not None]
-        if written:
-            values = [[each[n] for n in written] for each in (result, variables)]
-            for number, value in zip(written, backend.greatest(*values), strict=True):
+        result, others = list(gradients), self.others(variables)
+        written = {number for number in others if overwrites(variables[number])}
+        if given := [number for number in sorted(written) if result[number] is not None]:
+            values = [[each[number] for number in given] for each in (result, variables)]
+            for number, value in zip(given, backend.greatest(*values), strict=True):
                 result[number] = value
         if self._scale:
-            for number in {*range(len(result))}.difference(shared):
+            for number in {*range(len(result))}.difference(others):
                 check_not_local(batch_size)
                 result[number] = backend.divide_by_size(result[number])
-        shared = [number for number in shared if not overwrites(variables[number])]
+        shared = [number for number in others if number not in written]
         reduced = backend.reduce(
             [result[number] for number in shared],
             [variables[number] for number in shared],

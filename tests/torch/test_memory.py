@@ -222,7 +222,7 @@ def collections(call, threshold):
     found = []
     gc.collect()
     thresholds = gc.get_threshold()
-    gc.callbacks.append(lambda phase, _: found.append(phase))
+    gc.callbacks.append(lambda phase, _: found.extend([phase] * (phase == "start")))
     gc.set_threshold(threshold, *thresholds[1:])
     try:
         call()
