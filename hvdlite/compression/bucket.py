@@ -174,18 +174,13 @@ class Bucket:
         start, stop = self.bounds[position : position + 2]
         return array[start:stop].reshape(self.parameters[position].shape)
 
-    def generator(self, seed: int, *more: int) -> np.random.Generator:
-        """Return a random generator that depends on the step and the bucket's parameters alone."""
-        names = "\n".join(parameter.name for parameter in self.parameters)
-        return generator(seed, self.count, names, *more)
+    def generator(self, seed: int, *more: int, position: int | None = None) -> np.random.Generator:
+        """Return a random generator that depends on the step and the parameters alone.
 
-
-def generator(seed: int, count: int, name: str, *more: int) -> np.random.Generator:
-    """Return a random generator that depends on the arguments alone.
-
-    Args:
-        count: the number of exchanges before this one.
-        name: of the parameters that it is for.
-    """
-    entropy = [seed, count, zlib.crc32(name.encode()), *more]
-    return np.random.Generator(np.random.SFC64(entropy))
+        Args:
+            position: of the only parameter that it is for; None: it is for all.
+        """
+        chosen = self.parameters if position is None else (self.parameters[position],)
+        names = "\n".join(parameter.name for parameter in chosen)
+        entropy = [seed, self.count, zlib.crc32(names.encode()), *more]
+        return np.random.Generator(np.random.SFC64(entropy))

@@ -13,7 +13,7 @@ from hvdlite.base import float16
 from hvdlite.base.arguments import check_count, check_positive
 from hvdlite.base.arrays import cut
 from hvdlite.base.reduction import ReduceOp, is_floating
-from hvdlite.compression.bucket import Bucket, Parameter, generator
+from hvdlite.compression.bucket import Bucket, Parameter
 from hvdlite.compression.messages import agree, find_not_finite
 from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.errors import GradientError
@@ -109,7 +109,7 @@ class PowerSGD(Strategy):
         # A direction that is 0 would stay 0 for ever.
         lost = ~start.any(axis=0)
         if lost.any():
-            draw = generator(self.seed, bucket.count, parameter.name)
+            draw = bucket.generator(self.seed, position=position)
             drawn = draw.standard_normal((int(np.count_nonzero(lost)), shape[0]))
             start[:, lost] = drawn.T / np.sqrt(shape[0])
         return start.astype(dtype)
