@@ -102,14 +102,15 @@ class Cast(Strategy):
         factor = self._factor(bucket, transport)
         if bucket.unsent is not None:
             # Only the rank that adds up knows the rounding error of the sum.
-            add_by_slices(_Rounding(self, Scaling(factor), bucket), bucket, transport)
+            codec = _Rounding(self, Scaling(factor), bucket, transport)
+            add_by_slices(codec, bucket, transport)
             return
         scaling = replace(bucket.reduction.combined(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
         if self.scale is None:
             transport.convert(bucket.send, rounded, scaling)
         else:
-            _Rounding(self, scaling, bucket).encode(bucket.send, as_bytes(rounded))
+            _Rounding(self, scaling, bucket, transport).encode(bucket.send, as_bytes(rounded))
         bucket.reduce(transport, rounded, rounded, Scaling())
         transport.convert(rounded, bucket.result, Scaling(1.0 / factor))
 
@@ -130,20 +131,18 @@ class Cast(Strategy):
 
 
 class _Rounding(Codec):
-    """Encoding of scaled values as 16-bit floats.
-
-    Args:
-        strategy: says which type, and whether values are clipped.
-        bucket: of the values, for messages.
-    """
+    """Encoding of scaled values as 16-bit floats, clipped if the strategy's scale is a number."""
 
     piece = float16.PIECE  # there are no temporary arrays
 
-    def __init__(self, strategy: Cast, scaling: Scaling, bucket: Bucket) -> None:
+    def __init__(
+        self, strategy: Cast, scaling: Scaling, bucket: Bucket, transport: Transport
+    ) -> None:
         self._dtype = strategy.dtype
         self._scaling = scaling
         self._clips = isinstance(strategy.scale, (int, float))
         self._bucket = bucket
+        self._convert = transport.convert
         self._clipped = 0
 
     def body(self, count: int, dtype: np.dtype[Any]) -> int:
@@ -166,23 +165,20 @@ class _Rounding(Codec):
             self._clipped = 0
 
     def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
-        scaled = values
-        if self._clips or not self._scaling.is_identity:
+        scaling = self._scaling
+        if self._clips:
             is_single = values.dtype == np.float32
             scaled = float16.scratch(values.size) if is_single else np.empty_like(values)
-            self._scaling.write(values, scaled)
-        if self._clips:
+            scaling.write(values, scaled)
             largest = scaled.dtype.type(_largest(self._dtype))
-            beyond = int(np.count_nonzero(np.abs(scaled) > largest))
-            if beyond:
+            if beyond := int(np.count_nonzero(np.abs(scaled) > largest)):
                 self._clipped += beyond
                 np.clip(scaled, -largest, largest, out=scaled)
-        with np.errstate(over="ignore"):  # an overflow must become inf
-            float16.narrow(scaled, out.view(self._dtype))
+            values, scaling = scaled, Scaling()
+        self._convert(values, out.view(self._dtype), scaling)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        float16.widen(body.view(self._dtype), out)
-        Scaling(1.0 / self._scaling.factor).apply(out)
+        self._convert(body.view(self._dtype), out, Scaling(1.0 / self._scaling.factor))
 
 
 def _largest(dtype: np.dtype[Any]) -> float:
