@@ -129,12 +129,19 @@ class VirtualReducer:
             self._look_around()
             self._has_begun = True
         self._check_constants()
-        gradients = [self._gradient(parameter) for parameter in self._parameters]
-        axes = {
-            number: gradient.sparse_dim()
-            for number, parameter in enumerate(self._parameters)
-            if (gradient := parameter.grad) is not None and gradient.is_sparse
-        }
+        gradients: list[Any] = []
+        axes: dict[int, int] = {}
+        for number, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                if not self._sparse_as_dense:
+                    raise TypeError(
+                        f"the gradient of {self.names[parameter]!r} is sparse; with virtual ranks, "
+                        "pass sparse_as_dense=True to hvd.DistributedOptimizer"
+                    )
+                axes[number] = gradient.sparse_dim()
+                gradient = gradient.to_dense()
+            gradients.append(None if gradient is None else to_array(gradient))
         described, values, changed = self._buffers.take()
         self.exchange.follow(describe(self.names, self._parameters), described)
         self.exchange.start = Signature(
@@ -192,19 +199,6 @@ class VirtualReducer:
                     parameter.grad = tensor.clone()
                 else:
                     parameter.grad.copy_(tensor)
-
-    def _gradient(self, parameter: torch.Tensor) -> Any:
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if gradient.is_sparse:
-            if not self._sparse_as_dense:
-                raise TypeError(
-                    f"the gradient of {self.names[parameter]!r} is sparse; with virtual ranks, "
-                    "pass sparse_as_dense=True to hvd.DistributedOptimizer"
-                )
-            gradient = gradient.to_dense()
-        return to_array(gradient)
 
     def reset_passes(self) -> None:
         """Forget averages; parts that have been computed stay."""

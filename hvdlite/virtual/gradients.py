@@ -257,7 +257,8 @@ class VirtualExchange(Operation):
             The averages, if they end the step; None: this process has to compute other parts.
 
         Raises:
-            HorovodInternalError: as `finish`.
+            HorovodInternalError: the processes disagree, what a strategy remembers of a virtual
+                rank is lost, or communication failed. The next step starts over.
             RuntimeError: as `Turns.end`.
             ValueError: the number of samples is given, and the reduction is no average.
         """
@@ -289,7 +290,7 @@ class VirtualExchange(Operation):
         if not is_last:
             return None
         try:
-            outcome = self.finish()
+            outcome = self._exchange()
         except NotFiniteError:
             turns.begin_step(turns.step + 1)  # which is left out, if errors are not raised
             raise
@@ -303,21 +304,14 @@ class VirtualExchange(Operation):
         turns.begin_step(turns.step + 1)
         return outcome
 
-    def finish(self) -> Outcome:
-        """Exchange what has been computed of the step, together with all processes.
-
-        Raises:
-            HorovodInternalError: the processes disagree, what a strategy remembers of a virtual
-                rank is lost, or communication failed. The next step starts over.
-        """
+    def _exchange(self) -> Outcome:
+        """Exchange the parts of the step, or learn which ones this process has to add."""
         lane, self._snapshot = self._engine.gradients, None
         if self.check is not None and len(lane.transport.members) > 1:
             self._snapshot = self.check.begin(lane, self._engine.settings)
-        while True:
-            outcome: Outcome = lane.run(self)
-            if outcome.added is None or outcome.added:
-                break
-            # Others compute the parts that are missing.
+        outcome: Outcome = lane.run(self)
+        while outcome.added == []:  # others compute the parts that are missing
+            outcome = lane.run(self)
         if outcome.added is None:
             self.exchanges, self.loaded = outcome.exchanges, False
             self.states = {**outcome.copies, **{rank: self.states[rank] for rank in self.parts}}
