@@ -25,7 +25,7 @@ from hvdlite.world import membership, mpi, parts, world
 
 _log = logging.getLogger("hvdlite")
 _NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
-_MEET, _LEFT = 1, 2  # the tags of messages
+_LEFT = 1  # a message's distance from the tag by which all ranks meet
 
 _State = TypeVar("_State", bound=State)
 _Rest = ParamSpec("_Rest")
@@ -71,7 +71,7 @@ def run(
     def wrapper(state: _State, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         engine = runtime.engine()
         settings = engine.settings
-        pool, first_tag = spares.pool, 0
+        pool = spares.pool
         holders = None if pool is None else pool.take_holders()
         if holders is not None:  # this is a spare, and the others have begun already
             for lane in engine.lanes:
@@ -79,10 +79,7 @@ def run(
         else:
             # It names missing ranks, unlike the steps below.
             collectives.barrier(name="elastic.start")
-            # Messages of an earlier run may still lie on the pool's communicator.
-            first_tag = 0 if pool is None else pool.reserve_tags(2)
-        comm = world.current().comm.Dup() if pool is None else pool.world
-        rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout, pool, first_tag)
+        rendezvous = Rendezvous(mpi.load(), settings.elastic_timeout, pool)
         attempts = _Attempts(state, rendezvous, settings, holders or ())
         try:
             result = attempts.until_done(lambda: func(state, *args, **kwargs))
@@ -240,21 +237,13 @@ class Rendezvous(Gathering):
     Args:
         pool: forms a world without ranks that have died, and with spares (``hvdliterun
             --elastic``); None: all ranks must come.
-        first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
     """
 
-    def __init__(
-        self,
-        MPI: Any,  # noqa: N803
-        comm: Any,
-        timeout: float,
-        pool: Pool | None = None,
-        first_tag: int = 0,
-    ) -> None:
-        super().__init__(MPI, comm)
+    def __init__(self, MPI: Any, timeout: float, pool: Pool | None) -> None:  # noqa: N803
+        super().__init__(MPI, world.current().comm.Dup() if pool is None else pool.world)
         self.pool = pool
         self._timeout = timeout
-        self._meet_tag, self._left_tag = first_tag + _MEET, first_tag + _LEFT
+        self._tag = 0 if pool is None else pool.reserve_tag()
         self._gone: str | None = None
 
     def exchange(self, message: Any) -> list[Any]:
@@ -276,7 +265,7 @@ class Rendezvous(Gathering):
         """Go on with the world that the pool has formed, of those left and of spares."""
         assert self.pool is not None
         self.move(self.pool.world)
-        self._meet_tag, self._left_tag = _MEET, _LEFT
+        self._tag = self.pool.reserve_tag()
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -284,7 +273,7 @@ class Rendezvous(Gathering):
         If it leaves because another rank is gone, they learn of that rank.
         """
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
-        self.send(self._left_tag, reason)
+        self.send(self._tag + _LEFT, reason)
 
     def close(self) -> None:
         """Free the communicator, unless it is the pool's; collective."""
@@ -295,7 +284,7 @@ class Rendezvous(Gathering):
         def watch(missing: Sequence[int]) -> None:
             self._check_dead()
             for rank in missing:
-                if received := self.receive(rank, self._left_tag):
+                if received := self.receive(rank, self._tag + _LEFT):
                     self._raise_gone(received[0])
             if time.monotonic() > deadline:
                 self._raise_gone(
@@ -304,7 +293,7 @@ class Rendezvous(Gathering):
                     "still computes"
                 )
 
-        messages = self.meet(self._meet_tag, message, watch)
+        messages = self.meet(self._tag, message, watch)
         self._check_dead()
         return messages
 

@@ -141,14 +141,13 @@ class Pool:
         """Return this rank's number in the last world, or at first in the next."""
         return self._members.index(self._all.comm.rank)
 
-    def reserve_tags(self, count: int) -> int:
-        """Reserve tags for messages on `world`; return the first, the same on all its ranks.
+    def reserve_tag(self) -> int:
+        """Return a tag that no message on `world` has yet, nor the next tag.
 
-        Those from 0 to 9 are never reserved; `form` makes the others free again.
+        It is the same on all ranks of the world.
         """
-        first = self._tags or 10
-        self._tags = first + count
-        return first
+        self._tags += 2
+        return self._tags
 
     def form(self, message: Any, build: Build, grow: bool) -> tuple[Engine, list[Any]]:
         """Form the world of the ranks that live and of spares in the places of the others.
