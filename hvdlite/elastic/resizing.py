@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hvdlite import collectives
@@ -26,45 +25,39 @@ _SECONDS_TO_ANSWER = 300.0
 
 
 class Launcher:
-    """The connection to hvdliterun.
-
-    Attributes:
-        channel: once it is closed, no more changes are heard of.
-        wants_stop: whether this rank has been asked to stop at its next commit.
-    """
+    """The connection to hvdliterun."""
 
     def __init__(self, address: str) -> None:
-        self.wants_stop = False
+        self._stops = False
         self.channel = protocol.connect(address, protocol.rank_here(), os.environ)
-        self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="hvdlite resizing", daemon=True).start()
         self.channel.send(protocol.WATCH)
 
     def ask(self, kind: bytes, *parts: bytes) -> bytes:
         """Send a message, and return the answer."""
+        answer = None
         try:
             self.channel.send(kind, *parts)
-            answer = self._answers.get(timeout=_SECONDS_TO_ANSWER)
-            if isinstance(answer, OSError):
-                raise answer
-        except (OSError, queue.Empty) as error:
+            while answer is None:
+                answer = self._receive()
+        except OSError as error:
             raise HorovodInternalError(
                 f"rank {world.rank()}: the connection to hvdliterun has failed ({error!r}), which "
                 "keeps the state while the number of ranks changes; see what ended it"
             ) from error
         return b"".join(answer)
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                kind, parts = self.channel.receive()
-            except OSError as error:
-                self._answers.put(error)
-                return
-            if kind == protocol.STOP:
-                self.wants_stop = True
-            else:
-                self._answers.put(parts)
+    def wants_stop(self) -> bool:
+        """Return whether this rank has been asked to stop at its next commit."""
+        with suppress(OSError):  # of a launcher that has ended
+            while not self._stops and self.channel.peek() is not None:
+                self._receive()
+        return self._stops
+
+    def _receive(self) -> Sequence[bytearray] | None:
+        """Return the next answer; None: it is the request to stop."""
+        kind, parts = self.channel.receive(_SECONDS_TO_ANSWER)
+        self._stops |= kind == protocol.STOP
+        return None if kind == protocol.STOP else parts
 
 
 _launcher: Launcher | None = None
@@ -98,7 +91,7 @@ def disconnect() -> None:
 
 def wants_stop() -> bool:
     """Return whether hvdliterun wants another number of ranks."""
-    return _launcher is not None and _launcher.wants_stop
+    return _launcher is not None and _launcher.wants_stop()
 
 
 def resume(state: State) -> int | None:

@@ -400,7 +400,7 @@ def _wait(child: int, manager: int, channel: Channel | None) -> tuple[int, set[i
     if channel:
         channel.watch()
     while True:
-        if channel and deadline is None and channel.has_ended():
+        if channel and deadline is None and channel.peek() == b"":
             deadline = time.monotonic() + _ORPHANED
         if deadline is None:
             info: Any = signal.sigwaitinfo(_WATCHED)

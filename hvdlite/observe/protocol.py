@@ -156,14 +156,14 @@ class Channel:
         fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
 
-    def has_ended(self) -> bool:
-        """Return whether the other end has closed the connection, without waiting."""
+    def peek(self) -> bytes | None:
+        """Return the next byte, without waiting: empty at the end, None if it has not come yet."""
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return False
+            return None
         except OSError:
-            return True
+            return b""
 
     def send(self, kind: bytes, *parts: Part) -> None:
         """Send a message; from any thread."""
@@ -192,6 +192,7 @@ class Channel:
             parts.append(self._read_sealed(length))
             if kind != _PART:
                 self._is_first = False
+                self._socket.settimeout(None)
                 return kind, parts
 
     def _send_frame(self, kind: bytes, body: Part) -> None:
@@ -253,7 +254,6 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
         names = dict.fromkeys([environment.get("PMIX_HOSTNAME") or host, host])
         channel.send(HELLO, " ".join([str(rank), *names]).encode())
         channel.receive(_SECONDS_TO_ANSWER)
-        connected.settimeout(None)
     except ForgedError:
         connected.close()
         raise ForgedError("the launcher does not know the job's key") from None
