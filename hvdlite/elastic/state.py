@@ -185,24 +185,28 @@ class StateHandler(Restorable):
         self.value = value
 
 
-class CapturingHandler(StateHandler):
-    """A handler that saves, restores and synchronises by two methods: `capture` and `apply`."""
+class StatefulHandler(StateHandler):
+    """A handler that saves, restores and synchronises by two methods: `capture` and `apply`.
+
+    By default they are for objects with ``state_dict()`` and ``load_state_dict()``.
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.save()
 
-    @abc.abstractmethod
     def capture(self) -> Any:
         """Return a copy of the object's state; picklable."""
+        return copy.deepcopy(self.value.state_dict())
 
-    @abc.abstractmethod
     def apply(self, captured: Any, is_own: bool = False) -> None:
         """Put the object into a state that `capture` has returned, and leave that unchanged.
 
         Args:
             is_own: whether this process has captured it, so that all of it is this rank's.
         """
+        # Some objects keep the tensors that they are given.
+        self.value.load_state_dict(copy.deepcopy(captured))
 
     def capture_common(self) -> Any:
         """Return the part of the state with which another rank may begin; by default all of it."""
@@ -228,17 +232,6 @@ class CapturingHandler(StateHandler):
         self.apply(dump)
 
 
-class StatefulHandler(CapturingHandler):
-    """Handles objects with ``load_state_dict()`` and a ``state_dict()`` that pickle accepts."""
-
-    def capture(self) -> Any:
-        return copy.deepcopy(self.value.state_dict())
-
-    def apply(self, captured: Any, is_own: bool = False) -> None:
-        # Some objects keep the tensors that they are given.
-        self.value.load_state_dict(copy.deepcopy(captured))
-
-
 class PositionHandler(StatefulHandler):
     """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
 
@@ -256,7 +249,7 @@ class PositionHandler(StatefulHandler):
         """Do nothing: rank 0 has it."""
 
 
-class VariablesHandler(CapturingHandler):
+class VariablesHandler(StatefulHandler):
     """Handles an object's variables, which have ``numpy()`` and ``assign()``.
 
     Args:
@@ -306,7 +299,7 @@ class VariablesHandler(CapturingHandler):
             broadcast_variables(self._shared(self.value), 0, "elastic.variables")
 
 
-class ExchangeHandler(CapturingHandler):
+class ExchangeHandler(StatefulHandler):
     """Handles what exchanges of gradients remember: residuals, the steps of a schedule.
 
     Args:
