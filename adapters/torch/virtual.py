@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -244,10 +244,7 @@ class ModelBuffers:
         virtual_ranks.listeners.add(self)
 
     def require(self, modules: Sequence[torch.nn.Module], parameters: Set[int]) -> None:
-        """Require that the buffers of all modules of the parameters are those of the model.
-
-        Args:
-            parameters: the identities of the optimizer's.
+        """Require that the buffers of all modules of the parameters, by id, are the model's.
 
         Raises:
             ValueError: a module that has a parameter has a buffer, too, and is not in the model.
@@ -299,13 +296,17 @@ class ModelBuffers:
         found = self._read()
         if not (self._has_begun or parts.current.is_within_step()):
             self._start = found
-        elif other := _find_change(self._start, found):
+        elif changed := [
+            name
+            for name in {**self._start, **found}
+            if not _are_equal(self._start.get(name), found.get(name))
+        ]:
             self._failure = (
-                f"rank {world.rank()}: the buffer {other!r} of the model was changed in a step, "
-                "but not between a request for the data of a virtual rank (a batch of hvd.shard, "
-                "or hvd.virtual_rank()) and its optimizer.step(); with virtual ranks, call the "
-                "model in training mode there, or between two steps (if optimizer.stepped); "
-                "elsewhere call model.eval() before"
+                f"rank {world.rank()}: the buffer {changed[0]!r} of the model was changed in a "
+                "step, but not between a request for the data of a virtual rank (a batch of "
+                "hvd.shard, or hvd.virtual_rank()) and its optimizer.step(); with virtual ranks, "
+                "call the model in training mode there, or between two steps (if "
+                "optimizer.stepped); elsewhere call model.eval() before"
             )
         if not self._has_begun and self._watched:
             self._outside = _states_outside(self._model)
@@ -360,7 +361,7 @@ class ModelBuffers:
                 "the part of a virtual rank; with virtual ranks, buffers stay once they are there"
             )
         self._pairs = [(begun.get(name), buffer) for name, buffer in there.items()]
-        values = [_averaged_form(before, now) for before, now in self._pairs]
+        values = [_averaged_form(buffer.value) for buffer in there.values()]
         described = [Parameter(n, v.shape, v.dtype) for n, v in zip(there, values, strict=True)]
         changed = [n for n, pair in enumerate(self._pairs) if not _are_equal(*pair)]
         return described, values, changed
@@ -374,11 +375,7 @@ class ModelBuffers:
         ]
 
     def begin_step(self, averages: Sequence[Any]) -> None:
-        """Set the buffers that any part has changed to their averages.
-
-        Args:
-            averages: of what `take` has returned; None: no part has changed it.
-        """
+        """Set the buffers that any part has changed to the averages of what `take` returned."""
         for (before, now), average in zip(self._pairs, averages, strict=True):
             if average is not None:
                 _set(now if before is None else before, _value_form(before, now, average))
@@ -416,11 +413,6 @@ def _are_equal(before: _Buffer | None, now: _Buffer | None) -> bool:
     return is_like and bool(old.tobytes() == new.tobytes())
 
 
-def _find_change(before: Mapping[str, _Buffer], now: Mapping[str, _Buffer]) -> str | None:
-    both = {**before, **now}
-    return next((n for n in both if not _are_equal(before.get(n), now.get(n))), None)
-
-
 def _set(buffer: _Buffer, value: Any) -> None:
     """Set a buffer, in the memory that it had if that fits."""
     tensor = buffer.tensor
@@ -434,29 +426,22 @@ def _set(buffer: _Buffer, value: Any) -> None:
     buffer.module._buffers[buffer.key] = tensor
 
 
-def _averaged_form(before: _Buffer | None, now: _Buffer) -> Any:
+def _averaged_form(value: Any) -> Any:
     """Return a buffer's value as numbers whose average says what all parts have made of it."""
-    if now.value.dtype == np.bool_:
-        return (now.value != _before(before, now)).astype(np.float32)
-    if now.value.dtype.kind == "c":
-        return np.stack([now.value.real, now.value.imag])
-    return now.value
+    if value.dtype == np.bool_:
+        return value.astype(np.float32)
+    return value.reshape(-1).view(value.real.dtype) if value.dtype.kind == "c" else value
 
 
 def _value_form(before: _Buffer | None, now: _Buffer, average: Any) -> Any:
     """Return the value that belongs to an average of what `_averaged_form` returns."""
-    if now.value.dtype == np.bool_:
-        return _before(before, now) ^ (average > 0)
+    if now.value.dtype == np.bool_:  # a part has changed those that not all have left as they were
+        is_like = before is not None and before.value.shape == now.value.shape
+        was_set = before.value if before is not None and is_like else False
+        return np.where(was_set, average == 1, average > 0)
     if now.value.dtype.kind == "c":
-        return (average[0] + 1j * average[1]).astype(now.value.dtype)
+        return average.view(now.value.dtype).reshape(now.value.shape)
     return average
-
-
-def _before(before: _Buffer | None, now: _Buffer) -> Any:
-    """Return what a bool buffer held before; nothing is set in one of another shape."""
-    if before is not None and before.value.shape == now.value.shape:
-        return before.value
-    return np.zeros_like(now.value)
 
 
 class Virtual(Distributed):

@@ -92,7 +92,7 @@ class BatchesInTurns(Batches):
         turns = virtual_ranks.current()
         if turns is None or not (self.is_ahead and self.trains):
             return
-        if self._yielded - (turns.ended - self._before) > 1:
+        if self._left > 1:
             turns.failure = (
                 f"rank {world.rank()}: a rank has died, and the workers of a DataLoader have "
                 "loaded batches of this rank's part in advance, which has changed; with virtual "
