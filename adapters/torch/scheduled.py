@@ -27,12 +27,11 @@ class Scheduled(Distributed):
     _local_steps: LocalSteps
     _local_weights: Weights  # of the parameters that are attached, for `_local_steps`
     _scheduled: list[torch.Tensor]
-    _scheduled_ids: set[int]
     _scheduled_properties: Any  # of those attached, when they were compared last
 
     def _begin(self, options: Options, label: str) -> None:
         self._local_steps = self._exchange_state.steps = LocalSteps(options, label)
-        self._scheduled, self._scheduled_ids = [], set()
+        self._scheduled = []
         optimizer = cast(torch.optim.Optimizer, self)
         self._local_weights = tensor_weights(
             self._scheduled, lambda number: optimizer.state.get(self._scheduled[number], {})
@@ -44,13 +43,12 @@ class Scheduled(Distributed):
         """Attach the parameters that are not attached yet; the same ones on all ranks."""
         if properties_of(self._scheduled) != self._scheduled_properties:
             self._local_steps.convert(self._reducer.describe_weights(self._scheduled))
-        fresh = [each for each in self._trainable() if id(each) not in self._scheduled_ids]
-        if fresh:
+        known = {*map(id, self._scheduled)}
+        if fresh := [each for each in self._trainable() if id(each) not in known]:
             fresh = in_order(self._reducer.names, fresh)
             if self._local_steps.is_local:
                 remove_hooks(fresh)
             self._scheduled += fresh
-            self._scheduled_ids.update(map(id, fresh))
             self._local_steps.add(self._reducer.describe_weights(fresh))
         self._scheduled_properties = properties_of(self._scheduled)
         self._attach_reducer()
@@ -153,10 +151,9 @@ class Scheduled(Distributed):
 def tensor_weights(
     tensors: Sequence[torch.Tensor], moments: Callable[[int], Mapping[str, Any]]
 ) -> Weights:
-    """Return weights for `LocalSteps` in tensors; one on a device is copied when it is read.
+    """Return weights for `LocalSteps` in tensors, with what the optimizer keeps for each number.
 
-    Args:
-        moments: what the optimizer keeps for a parameter, by its number.
+    One on a device is copied when it is read.
     """
 
     def averaged(number: int) -> list[Moment]:
