@@ -147,9 +147,7 @@ class Bucket:
     def reduce(self, transport: Transport, send: Any, result: Any, scaling: Scaling) -> None:
         """Write ``scaling.apply(the reduction of all ranks' send)`` into ``result``.
 
-        Args:
-            send: flat, with as many elements as the bucket, of any float type.
-            result: of the same size and type; it may be ``send``.
+        Both are of the bucket's size and of one float type, and may be one array.
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.copy_zero_copy_parts()
@@ -175,11 +173,7 @@ class Bucket:
         return array[start:stop].reshape(self.parameters[position].shape)
 
     def generator(self, seed: int, *more: int, position: int | None = None) -> np.random.Generator:
-        """Return a random generator that depends on the step and the parameters alone.
-
-        Args:
-            position: of the only parameter that it is for; None: it is for all.
-        """
+        """Return a generator that depends on the step and on all parameters, or one, alone."""
         chosen = self.parameters if position is None else (self.parameters[position],)
         names = "\n".join(parameter.name for parameter in chosen)
         entropy = [seed, self.count, zlib.crc32(names.encode()), *more]

@@ -48,11 +48,7 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, values: Any, head: Any, out: Any, generator: Any) -> None:
-        """Encode a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8.
-
-        Args:
-            generator: of random numbers, for a codec that takes any.
-        """
+        """Encode a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
 
     @abstractmethod
     def read(self, body: Any, head: Any, out: Any) -> None:

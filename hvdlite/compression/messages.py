@@ -18,12 +18,7 @@ _HEADER = struct.Struct("<qq")
 
 
 def find_not_finite(bucket: Bucket, values: Any, infinite: bool = True) -> int:
-    """Return the position of the first parameter with a NaN, or an infinity; -1: none.
-
-    Args:
-        values: flat, like ``bucket.send``.
-        infinite: whether infinities count, too.
-    """
+    """Return the position of the first parameter with a NaN, or an infinity; -1: none."""
     # One pass over memory suffices for nearly all buckets.
     if np.isfinite(np.add.reduce(values)):
         return -1
@@ -35,14 +30,10 @@ def find_not_finite(bucket: Bucket, values: Any, infinite: bool = True) -> int:
 
 
 def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> list[int]:
-    """Exchange the lengths of all ranks' messages, or refuse the bucket on all ranks.
+    """Return the lengths of all ranks' messages, by rank, or refuse the bucket on all ranks.
 
     Args:
         bad: the position of a parameter that this rank cannot send, or -1.
-        length: of this rank's message, in bytes.
-
-    Returns:
-        The lengths, by rank.
 
     Raises:
         GradientError: on all ranks, if there is such a parameter on any.

@@ -135,12 +135,7 @@ class Blockwise(Quantized):
 
 
 def _by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
-    """Compute ``ufunc(values, scale of their block)`` in place.
-
-    Args:
-        values: flat.
-        scales: one for each block; the last block may be shorter.
-    """
+    """Compute ``ufunc(values, scale of their block)`` in place; the last block may be shorter."""
     whole = values.size // block
     rows, rest = values[: whole * block].reshape(whole, block), values[whole * block :]
     ufunc(rows, scales[:whole, None], out=rows)

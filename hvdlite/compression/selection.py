@@ -58,11 +58,10 @@ def at_least(values: Any, threshold: float) -> Any:
     """Find the entries whose magnitude reaches a threshold.
 
     Args:
-        values: flat, float32 or float64, without NaN.
         threshold: above 0; it is not rounded to the type of the values.
 
     Returns:
-        Their indices, in increasing order.
+        As `greatest`.
     """
     with np.errstate(over="ignore"):  # only infinities lie beyond the type's range
         least = np.array([threshold]).astype(values.dtype)

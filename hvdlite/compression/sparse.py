@@ -343,13 +343,9 @@ def part_of(size: int, ratio: float) -> int:
 
 
 def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:
-    """Find the greatest entries of each parameter of which any rank has a gradient.
+    """Return the indices of the greatest of ``values`` in each parameter that is not absent.
 
-    Args:
-        values: flat, like ``bucket.send``, without NaN.
-
-    Returns:
-        Their indices in ``values``, in increasing order.
+    They are in increasing order; ``values`` is flat, like ``bucket.send``, without NaN.
     """
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]

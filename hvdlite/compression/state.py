@@ -37,11 +37,7 @@ class StrategyState:
         return self._entries.setdefault(name, {})
 
     def state_dict(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return copies of all arrays, by the parameter's name and the array's key.
-
-        Args:
-            names: of the parameters; None: all.
-        """
+        """Return copies of the arrays of some parameters or all, by their names and keys."""
         chosen = list(self._entries) if names is None else names
         # A lane's thread may be changing them: copy each dict at once.
         entries = {name: dict(self._entries.get(name, {})) for name in chosen}
@@ -103,11 +99,7 @@ class BucketState:
         self._whole.load_state_dict(copies, [parameter.name for parameter in self._parameters])
 
     def flat(self, key: str, dtype: Any) -> Any:
-        """Return an array with an element for each of the bucket's, to be changed in place.
-
-        Args:
-            dtype: of its elements, which are 0 at first.
-        """
+        """Return an array like the bucket's, at first of zeros, to be changed in place."""
         array, views = self._flat.get(key, (None, []))
         entries = self._entries()
         if array is None or any(e.get(key) is not v for e, v in zip(entries, views, strict=True)):

@@ -43,11 +43,7 @@ class Gathering:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def send(self, tag: int, content: Any = None, ranks: Iterable[int] | None = None) -> None:
-        """Send a message, without waiting for its receivers.
-
-        Args:
-            ranks: The receivers; None: all others.
-        """
+        """Send a message to some ranks, by default all others, without waiting for them."""
         # A request that is never tested keeps its communicator, and its number, for ever.
         self._sent = [each for each in self._sent if not has_ended(self._mpi, each)]
         for rank in self.others if ranks is None else ranks:
@@ -63,13 +59,10 @@ class Gathering:
     def meet(
         self, tag: int, content: Any, on_wait: Callable[[list[int]], object]
     ) -> dict[int, Any]:
-        """Exchange a message with all ranks; the wait uses no core.
+        """Exchange a message with all ranks; return each one's, without those that are `dead`.
 
         Args:
             on_wait: Called repeatedly with the missing ranks; it may raise to end the wait.
-
-        Returns:
-            Each rank's content, without the ranks that are `dead`.
         """
         self.send(tag, content)
         found = {self.comm.rank: content}

@@ -374,10 +374,9 @@ class Recovery(Supervisor):
         engines: Sequence[Engine],
         own: Mapping[str, LaneState],
     ) -> _Attempt:
-        """Make worlds and transports; collective. After a failure another attempt follows.
+        """Make worlds and transports of this rank's engines, of which all ranks' comes first.
 
-        Args:
-            engines: The engines of this rank; that of all ranks comes first.
+        It is collective. After a failure another attempt follows.
         """
         parts = {engine.named.name: engine for engine in engines[1:]}
         part_ids = {name: engine.world.ids for name, engine in parts.items()}

@@ -95,10 +95,9 @@ def wants_stop() -> bool:
 
 
 def resume(state: State) -> int | None:
-    """Go on from the state of the previous run, if there is one; collective.
+    """Go on from the state of the previous run, and return its resets; None: it is the first run.
 
-    Returns:
-        The number of resets so far; None: this is the first run.
+    It is collective.
     """
     launcher = connect()
     if launcher is None:

@@ -30,13 +30,9 @@ _STEP_COUNT = struct.Struct("<q")
 
 
 class Moment(NamedTuple):
-    """An array of an optimizer's state that has the shape of its weight.
+    """An array of an optimizer's state that has the shape of its weight."""
 
-    Attributes:
-        name: unique for the weight, such as ``exp_avg``.
-    """
-
-    name: str
+    name: str  # unique for the weight, such as exp_avg
     array: Any
     write: Callable[[Any], object]
 
@@ -225,11 +221,7 @@ class LocalSteps:
         exchange_state.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:
-        """Load a `state_dict`, on all ranks.
-
-        Args:
-            is_own: whether this process has saved it, maybe under another number.
-        """
+        """Load a `state_dict`, on all ranks; ``is_own`` as for `exchange_state.load`."""
         self._unwritten.clear()
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
@@ -370,7 +362,6 @@ class OuterOptimizer:
     """SGD with Nesterov momentum that applies outer gradients to weights, by name; for DiLoCo.
 
     Args:
-        learning_rate: of the outer step.
         momentum: Nesterov's, as in `torch.optim.SGD`; 0: no momentum is stored.
 
     Attributes:

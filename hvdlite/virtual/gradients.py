@@ -56,11 +56,7 @@ States = dict[int, StrategyState]
 
 
 def refuse_options(options: Options, accumulates: bool = False) -> None:
-    """Refuse options of an optimizer that exclude virtual ranks.
-
-    Args:
-        accumulates: whether Keras accumulates the gradients of several calls.
-    """
+    """Refuse options of an optimizer that exclude virtual ranks."""
     refused = {
         "op=hvd.Adasum": options.reduction.op is ReduceOp.ADASUM,
         "backward_passes_per_step": options.passes > 1,
@@ -129,12 +125,10 @@ class VirtualExchange(Operation):
         check: compares the processes' replicas; None: they may differ.
 
     Attributes:
-        parameters: in the order of their registration.
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
         plan: for each bucket its parameters or its buffers, by number; buffers come last.
         parts, axes: as in `Report`, of this process in this step.
-        buckets: those of each virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
         held: the virtual ranks of which this process has it as it was after the last exchange.
@@ -494,11 +488,7 @@ class VirtualExchange(Operation):
         process_set: ProcessSet,
         is_own: bool = False,
     ) -> None:
-        """Load what `state_dict` has returned, also on another number of processes.
-
-        Args:
-            is_own: whether this process has kept it, not a checkpoint.
-        """
+        """Load what `state_dict` has returned, also on another number of processes."""
         given = saved.get("virtual")
         if given is None:
             return

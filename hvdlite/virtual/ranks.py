@@ -121,11 +121,7 @@ class Turns(parts.Parts):
         self._optimizer = weakref.ref(optimizer)
 
     def take_added(self, source: object) -> int | None:
-        """Return another virtual rank whose data are to be loaded for this step; None: no more.
-
-        Args:
-            source: Where the data of this step come from; others get None.
-        """
+        """Return another virtual rank whose data this step's source has to load; None: no more."""
         if self._added and self.source is not None and self.source() is source:
             return self._added.pop(0)
         return None
