@@ -15,7 +15,7 @@ import numpy as np
 from hvdlite.base.arrays import describe
 from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import check, is_floating
-from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
+from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import GradientError
@@ -111,10 +111,8 @@ class LocalSteps:
         """Add parameters: the same on all ranks, between the same steps.
 
         Raises:
-            ValueError: the strategy does not compute the reduction, or the reduction is undefined
-                for a parameter's dtype.
+            ValueError: the reduction is undefined for a parameter's dtype.
         """
-        check_op(self.options.strategy, self.options.reduction.op)
         for parameter in parameters:
             check(self.options.reduction.op, parameter.dtype)
         self.parameters += parameters

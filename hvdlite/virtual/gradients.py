@@ -29,7 +29,6 @@ from hvdlite.compression import (
     Reduction,
     Strategy,
     StrategyState,
-    check_op,
 )
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import find_difference
@@ -146,7 +145,6 @@ class VirtualExchange(Operation):
         reduction: Reduction,
         check: ReplicaCheck | None = None,
     ) -> None:
-        check_op(strategy, reduction.op)
         super().__init__(label, Signature())
         self.parameters: tuple[Parameter, ...] = ()
         self.buffers: tuple[Parameter, ...] = ()
