@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from hvdlite import collectives
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import (
@@ -342,7 +343,7 @@ class VirtualExchange(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
-        reports = self.gather_reports(transport)
+        reports = _gather(self._report(), transport)
         done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(self.size)) - set(itertools.chain(*done)))
         if missing:
@@ -417,8 +418,8 @@ class VirtualExchange(Operation):
             for each in {*sent}
         }
         messages = [pickled[each] for each in sent]
-        reports = transport.gather(pickle.dumps([message.size for message in messages]))
-        received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
+        sizes = _gather([message.size for message in messages], transport)
+        received = [np.empty(each[transport.rank], np.uint8) for each in sizes]
         transport.alltoall(messages, [as_bytes(each) for each in received])
         return dict(itertools.chain(*(pickle.loads(each.tobytes()).items() for each in received)))
 
@@ -427,12 +428,10 @@ class VirtualExchange(Operation):
         for rank, state in states.items():
             self.states.setdefault(rank, StrategyState()).load_state_dict(state.state_dict())
 
-    def gather_reports(self, transport: Transport) -> list[Report]:
-        """Send this process's report, and return those of all; collective."""
+    def _report(self) -> Report:
         replica = b"" if self._snapshot is None else self._snapshot.digest
         start = self.start.digest
-        own = Report(self.parts, self.axes, self.exchanges, self.held, self.loaded, start, replica)
-        return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
+        return Report(self.parts, self.axes, self.exchanges, self.held, self.loaded, start, replica)
 
     def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
@@ -522,33 +521,23 @@ class VirtualExchange(Operation):
 
     def consolidate(self, process_set: ProcessSet) -> None:
         """Give every process what the compression remembers of all virtual ranks; collective."""
-        states: States = runtime.engine().run(
-            "consolidate_exchange_state", None, lambda name: _Consolidation(name, self)
-        )
+        own = self._report(), {rank: self.states[rank] for rank in self.held}
+        name = runtime.engine().unnamed("consolidate_exchange_state")
+        reports, kept = zip(*collectives.allgather_object(own, name), strict=True)
+        holders = self.find_holders(reports)
+        states = {rank: kept[those[0]][rank] for rank, those in holders.items() if those}
         self.adopt({rank: state for rank, state in states.items() if rank not in self.held})
         self.held = self.held.union(states)
 
 
-class _Consolidation(Operation):
-    """The exchange of what strategies remember of all virtual ranks.
-
-    A process that has died cannot send it, but another that has a copy can.
-    """
-
-    def __init__(self, name: str, owner: VirtualExchange) -> None:
-        entries = ("the operation", "consolidation of virtual ranks"), ("their number", owner.size)
-        super().__init__(name, Signature(entries))
-        self._owner = owner
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
-        """Return the states of all virtual ranks that any process has."""
-        holders = self._owner.find_holders(self._owner.gather_reports(transport))
-        return self._owner.send_states(transport, holders, [holders] * transport.size)
+def _gather(own: Any, transport: Transport) -> list[Any]:
+    """Return the objects of all processes; collective."""
+    return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
 
 def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
     """Refuse a step that does not begin with the same on all processes; collective."""
-    messages = map(pickle.loads, transport.gather(pickle.dumps(start)))
+    messages = _gather(start, transport)
     what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
     raise MismatchError(
         f"the processes begin a step with other values: {what} is {found}; with virtual ranks they "
