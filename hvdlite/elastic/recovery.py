@@ -30,7 +30,7 @@ from hvdlite.engine.lane import Lane, describe_error
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.supervisor import Build, Supervisor
 from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
-from hvdlite.observe import status
+from hvdlite.observe import protocol, status
 from hvdlite.transport import Transport
 from hvdlite.transport.registry import connect
 from hvdlite.world import membership, mpi
@@ -98,7 +98,7 @@ class Recovery(Supervisor):
         self._pool = pool = spares.find(MPI, comm, settings)
         if pool.place[1] > 1:
             mpi.leave_unfinalized()
-            status.note_start()
+            status.note(protocol.MET, True)
         if not pool.is_member:
             pool.holders = []
         is_spare = pool.holders is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import logging
 import multiprocessing.process
@@ -11,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hvdlite.base import interrupts, observers, settings
@@ -174,8 +172,9 @@ def start(
     failures.install(_job_rank)
     if not launchers.take_place(parent, values.check_launcher):
         values = dataclasses.replace(values, elastic=False, spares=0, timeline="")
-    with status.joining():
-        MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    status.note(protocol.JOINING, time.monotonic_ns())
+    MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    status.note(protocol.JOINING, 0)
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
@@ -202,7 +201,7 @@ def start(
     whole = formed.world
     interrupts.install()
     status.install(_pending)
-    _note_leaving(False)
+    status.note(protocol.LEAVING, 0)
     _keep_files_together()
     sets = ProcessSets(MPI, whole, formed)
     # Together: if a signal's handler raises before, there is nothing to shut down, and else all.
@@ -250,7 +249,7 @@ def shutdown() -> None:
     """
     if leave_world():
         # A failure from now on ends the job: the others may have come to their end, too.
-        status.note_start(False)
+        status.note(protocol.MET, False)
 
 
 def leave_world() -> bool:
@@ -262,7 +261,9 @@ def leave_world() -> bool:
         return False
     with _one_by_one:
         if _engine is not None and _sets is not None:
-            _note_leaving(True)
+            # For hvdliterun, which names this rank if it ends with an error: the others, which may
+            # fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
+            status.note(protocol.LEAVING, time.monotonic_ns())
             _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
             _engine = _sets = None
             world.enter(None)
@@ -339,21 +340,6 @@ def _unavailable() -> Exception:
     if not world.is_initialized():
         return NotInitializedError()
     return world.child_error()
-
-
-def _note_leaving(leaving: bool) -> None:
-    """Note it for hvdliterun, which then names this rank if it ends with an error.
-
-    The others, which may fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
-    """
-    folder = os.environ.get(protocol.FOLDER)
-    if not folder:
-        return
-    with contextlib.suppress(OSError):
-        for note in Path(folder).glob(f"{protocol.LEAVING}*"):
-            note.unlink()
-        if leaving:
-            Path(folder, f"{protocol.LEAVING}{time.monotonic_ns()}").touch()
 
 
 def _keep_files_together() -> None:

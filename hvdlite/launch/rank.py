@@ -6,9 +6,9 @@ there is none. OUTPUT is the folder for the ranks' output, ``-`` for the launche
 for `hvdlite.run` and at a terminal (``-2``: standard error alone), or empty: mpirun passes the
 output on.
 
-A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
-before the other ranks can fail because of it. The processes around those wait until the first rank
-has ended before they report, so that a rank which ends by ``sys.exit(3)`` is the one that is named.
+A rank that calls ``shutdown()`` (at its exit, too) notes it before the other ranks can fail because
+of it. The processes around those wait until the first rank has ended before they report, so that a
+rank which ends by ``sys.exit(3)`` is the one that is named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import glob
 import os
 import select
 import signal
-import struct
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ if __name__ == "__main__":
 from hvdlite.base import memory_file
 from hvdlite.launch import folders
 from hvdlite.observe import protocol
-from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
+from hvdlite.observe.protocol import LEAVING, NOTES, RANK, Channel, first_of, rank_here
 
 # The names that process managers give to the number of ranks, and to the rank on its host.
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -96,7 +95,8 @@ def main(arguments: Sequence[str]) -> None:
     forwarding = _Forwarding(channel, numbers) if numbers and channel else None
     folder = _own_folder(address)
     _shared = _own_shared_folder(folder)
-    steps = _make_steps()
+    path = _make_notes(folder)
+    notes = protocol.notes(path)
     this = os.getpid()
     child = os.fork()
     if child == 0:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> None:
         if forwarding:
             forwarding.enter()
         os.environ[protocol.FOLDER] = folder
-        os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}"
+        os.environ[NOTES] = path
         if _shared:
             os.environ[_SHARED_VARIABLE] = _shared
         if NODES in os.environ:
@@ -114,10 +114,10 @@ def main(arguments: Sequence[str]) -> None:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
     _end_rest(code)
-    last, has_met = struct.unpack("qq", os.pread(steps, 16, 0) or bytes(16))
+    last, has_met = notes[protocol.STEP], notes[protocol.MET]
     others_go_on = os.environ.get(ELASTIC) == "1" and has_met
     if code and not signs and not others_go_on:
-        signs = _wait_for_earlier(folder, manager)
+        signs = _wait_for_earlier(notes, folder, manager)
     if code and not signs & _ENDING:
         rank = f"rank {first_of(RANK, '?')} on host {os.uname().nodename}"
         text = describe(rank, code) + (f" after step {last}" if last else "")
@@ -127,9 +127,9 @@ def main(arguments: Sequence[str]) -> None:
             _drain()
             code = -signal.SIGKILL  # for MPI, which takes no other end for a failure
         else:
-            _report(channel, code, text, folder, under_way=bool(signs))
+            _report(channel, code, text, notes, under_way=bool(signs))
     else:
-        _forget_notes(folder)
+        notes[LEAVING] = 0  # so that others, which wait for it, report: it has not failed
     if code == 0:
         _send(channel, protocol.LEFT, "met" if has_met else "")
     if forwarding:
@@ -268,43 +268,25 @@ def _own_shared_folder(folder: str) -> str:
     return ""
 
 
-def _make_steps() -> int:
-    """Return a file in memory for the number of the rank's last step; /dev/null without any.
+def _make_notes(folder: str) -> str:
+    """Make a file for the rank's notes, in its folder or else in memory; return its path.
 
-    It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
-    descriptor would not survive scripts that start the rank's program with theirs closed.
+    A descriptor would not survive scripts that start the rank's program with theirs closed.
     """
     with contextlib.suppress(OSError):
-        file = memory_file.create("hvdlite steps")
-        os.ftruncate(file, 16)
-        return file
-    return os.open(os.devnull, os.O_RDWR)
+        path, new = os.path.join(folder, NOTES), os.O_RDWR | os.O_CREAT
+        file = os.open(path, new, 0o600) if folder else memory_file.create("hvdlite notes")
+        os.posix_fallocate(file, 0, protocol.NOTES_SIZE)  # or a full disk would kill the rank
+        return f"/proc/{os.getpid()}/fd/{file}"
+    return ""
 
 
-def _notes(folder: str, ranks: str = "") -> dict[str, int]:
-    """Return the paths of the notes of leaving in a folder, or in its folders of ranks; with times.
-
-    There are none when the job has ended.
-    """
-    paths = glob.glob(os.path.join(glob.escape(folder), ranks, f"{protocol.LEAVING}*"))
-    return {path: int(path.rpartition(protocol.LEAVING)[2]) for path in paths}
-
-
-def _forget_notes(folder: str) -> None:
-    """Let the processes around other ranks report: this rank has not failed, or is named."""
-    for path in _notes(folder):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-def _wait_for_earlier(folder: str, manager: int) -> set[int]:
+def _wait_for_earlier(notes: memoryview, folder: str, manager: int) -> set[int]:
     """Wait for the ranks that began to leave before this one; return the manager's signs."""
-    if not folder:
-        return set()
-    left = min(_notes(folder).values(), default=time.monotonic_ns())
-    launcher = os.path.dirname(folder)
+    left = notes[LEAVING] or time.monotonic_ns()
+    others = os.path.join(glob.escape(os.path.dirname(folder)), "rank.*", NOTES)
     deadline = time.monotonic() + _LEAVE
-    while min(_notes(launcher, "rank.*").values(), default=left) < left:
+    while folder and any(0 < protocol.notes(each)[LEAVING] < left for each in glob.glob(others)):
         info = signal.sigtimedwait(_FIRST_SIGNS, 0.02)
         if os.getppid() != manager:
             _end_group()
@@ -464,17 +446,19 @@ def _drain() -> None:
             time.sleep(0.01)
 
 
-def _report(channel: Channel | None, code: int, text: str, folder: str, under_way: bool) -> None:
+def _report(
+    channel: Channel | None, code: int, text: str, notes: memoryview, under_way: bool
+) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
-    Its notes of leaving go then. `under_way`: the manager is already ending the job.
+    Its note of leaving goes then. `under_way`: the manager is already ending the job.
     """
     # At once: the end of this rank makes others fail, which must not be named before it.
     reported = _send(channel, protocol.REPORT, str(shell_code(code)), text)
     if channel and reported:
         with contextlib.suppress(OSError):
             channel.receive(_READ)  # SEEN, so that what others report comes behind it
-    _forget_notes(folder)
+    notes[LEAVING] = 0
     _drain()
     if reported:
         # Ending before the job does would have mpirun print its own account of it.

@@ -26,7 +26,7 @@ from hvdlite.launch import folders
 from hvdlite.launch.rank import SHARED
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Channel, ForgedError, Part
-from hvdlite.observe.status import FILE, JOINING
+from hvdlite.observe.status import FILE
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.
@@ -152,10 +152,9 @@ class Server:
 
     def _joins(self, rank: int, seconds: float) -> bool:
         """Return whether a rank of this host has waited so long for others to start MPI."""
-        with contextlib.suppress(OSError):
-            path = os.path.join(self.folder, f"rank.{rank}", JOINING)
-            return time.time() > os.stat(path).st_mtime + seconds
-        return False
+        notes = protocol.notes(os.path.join(self.folder, f"rank.{rank}", protocol.NOTES))
+        since = notes[protocol.JOINING]
+        return since > 0 and time.monotonic_ns() > since + seconds * 1e9
 
     def ask_to_stop(self) -> None:
         """Have all ranks stop at their next commit, so that another number of them can go on."""

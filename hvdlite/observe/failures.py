@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
 from hvdlite.observe import status, timeline
-from hvdlite.observe.protocol import rank_here
+from hvdlite.observe.protocol import MET, rank_here
 
 # Seconds in which ranks that fail together print their errors, before one of them ends the job.
 _OTHERS = 0.5
@@ -111,7 +111,7 @@ def _job_rank(error: BaseException) -> JobRank | None:
     job_rank = _find_job_rank() if _find_job_rank else None
     if job_rank is not None and isinstance(error, HorovodInternalError):
         # Those that are left cannot go on either, or have come to their end before.
-        status.note_start(False)
+        status.note(MET, False)
         return job_rank._replace(is_elastic=False)
     return job_rank
 

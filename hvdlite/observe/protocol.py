@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import mmap
 import os
 import socket
 import struct
@@ -31,12 +32,13 @@ RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
 
-LEAVING = "leaving."
-"""The beginning of the name of a note of leaving in it; `time.monotonic_ns` is the rest."""
-
-STEPS = "HVDLITE_LAUNCHER_STEPS"
-"""The environment variable with the file where a rank keeps the number of its last step, and 1 once
-it has met the other ranks, each an int64."""
+NOTES = "HVDLITE_LAUNCHER_STEPS"
+"""The environment variable with the file of a rank's notes, which outlives the rank; also the
+file's name in that folder, if there is one."""
+# What the notes are, each an int64, 0 at first: the number of the last step, 1 once the ranks have
+# met, since when this one waits for others to start MPI, and since when it leaves (monotonic ns).
+STEP, MET, JOINING, LEAVING = range(4)
+NOTES_SIZE = 32
 
 COLUMNS = "HVDLITE_TERMINAL_COLUMNS"
 """The environment variable with the columns of the launcher's terminal; 0: it has none."""
@@ -220,6 +222,15 @@ class Channel:
                 raise ConnectionError("the other end has closed the connection")
             done += count
         return received
+
+
+def notes(path: str) -> memoryview:
+    """Return the notes in a file, to be read or changed; only zeros where there is none."""
+    try:
+        with open(path, "r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), NOTES_SIZE)).cast("q")
+    except (OSError, ValueError):
+        return memoryview(bytearray(NOTES_SIZE)).cast("q")
 
 
 def first_of(names: Sequence[str], default: str) -> str:

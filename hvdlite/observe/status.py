@@ -7,23 +7,23 @@ main thread runs Python code.
 Under hvdliterun both go to a file in the rank's folder, in which `hvdlite.launch.status` finds the
 process, too, and which it reads; otherwise to standard error.
 
-The number of the last step, and whether the ranks have met, are kept where the process around the
-rank finds them when the rank has died (`count_step`, `note_start`).
+Notes of the rank (`protocol.NOTES`) are kept where the process around it finds them when the rank
+has died.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
-import mmap
 import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
@@ -35,8 +35,6 @@ FILE = "status"
 """The name of the file in the rank's folder. Its first line is from `process_line`."""
 ASKING = "asking"
 """The name of the file by which a rank asks for a report; beside the folders of the ranks."""
-JOINING = "joining"
-"""The name of the file that is in the rank's folder while the rank waits for all to start MPI."""
 ANSWER = "pending "
 """The beginning of the line with the pending operations, in JSON; it follows the stacks."""
 
@@ -62,8 +60,7 @@ _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
 _counts: Counter[Hashable] = Counter()  # of steps, by their optimizer
-# The last step, and 1 once the ranks have met: int64, shared with the process around this rank.
-_steps: memoryview | None = None
+_notes = functools.cache(protocol.notes)  # without a launcher, or one that is reached, lost
 
 
 def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
@@ -75,9 +72,8 @@ def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
     Args:
         find: returns the rank and its pending operations; None: there is no rank.
     """
-    global _find, _file, _owner, _steps
+    global _find, _file, _owner
     _find = find
-    _steps = _steps or _share_steps()
     if threading.current_thread() is not threading.main_thread():
         return
     current = signal.getsignal(SIGNAL)
@@ -102,8 +98,8 @@ def count_step(key: Hashable) -> None:
         key: of an optimizer, the same in every world; the one with the most steps counts.
     """
     _counts[key] += 1
-    if _steps is not None and _counts[key] > _steps[0]:
-        _steps[0] = _counts[key]
+    notes = _notes(os.environ.get(protocol.NOTES, ""))
+    notes[protocol.STEP] = max(_counts[key], notes[protocol.STEP])
 
 
 def steps() -> int:
@@ -116,25 +112,9 @@ def all_steps() -> int:
     return sum(_counts.values())
 
 
-def note_start(has_started: bool = True) -> None:
-    """Note that all ranks have met: from now on some can go on without the others.
-
-    Args:
-        has_started: False: or that they cannot any more.
-    """
-    if _steps is not None:
-        _steps[1] = has_started
-
-
-@contextlib.contextmanager
-def joining() -> Iterator[None]:
-    """Note, as long as this context lasts, that this rank waits for all others to start MPI."""
-    note = _folder() / JOINING
-    with contextlib.suppress(OSError):
-        note.touch()
-    yield
-    with contextlib.suppress(OSError):
-        note.unlink()
+def note(which: int, number: int) -> None:
+    """Change one of the rank's notes, such as `protocol.MET`."""
+    _notes(os.environ.get(protocol.NOTES, ""))[which] = number
 
 
 def ask_launcher() -> None:
@@ -181,15 +161,6 @@ def _open() -> TextIO | None:
     except OSError:
         return None
     return file
-
-
-def _share_steps() -> memoryview | None:
-    """Map the memory that the process around this rank has made; None: there is none."""
-    try:
-        with open(os.environ.get(protocol.STEPS, ""), "r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
-    except (OSError, ValueError):
-        return None  # there is no launcher, it is in another container, or ending
 
 
 def _answer(number: int, frame: FrameType | None) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from hvdlite.observe import protocol
-from hvdlite.observe.status import JOINING
 from tests.launch import launcher
 from tests.launch.launcher import ROOT, command, environment, hvdliterun, running, survivors
 
@@ -70,8 +69,8 @@ def test_a_rank_that_ends_as_soon_as_others_begin_to_wait_is_named(python):
     """mpirun of Open MPI ends the job then, and says so in many lines."""
     code = f"""
 if rank == 1:
-    folder = os.path.dirname(os.environ[{protocol.FOLDER!r}])
-    while not os.path.exists(folder + "/rank.0/{JOINING}"):
+    path = os.path.dirname(os.environ[{protocol.FOLDER!r}]) + "/rank.0/{protocol.NOTES}"
+    while not (os.path.exists(path) and any(open(path, "rb").read()[16:24])):
         time.sleep(0.01)
     time.sleep(0.2)
     sys.exit()

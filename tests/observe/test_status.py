@@ -13,14 +13,13 @@ def test_a_rank_without_a_folder_leaves_no_notes(folder, tmp_path, monkeypatch):
     monkeypatch.delenv(protocol.FOLDER, raising=False)
     if folder is not None:
         monkeypatch.setenv(protocol.FOLDER, folder)
-    with status.joining():
-        assert os.listdir(tmp_path) == []
+    status.note(protocol.JOINING, 1)
     status.ask_launcher()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_notes_that_it_waits_for_the_others(tmp_path, monkeypatch):
-    monkeypatch.setenv(protocol.FOLDER, str(tmp_path))
-    with status.joining():
-        assert os.listdir(tmp_path) == [status.JOINING]
-    assert os.listdir(tmp_path) == []
+def test_a_rank_keeps_its_notes_in_the_file_that_it_is_given(tmp_path, monkeypatch):
+    (tmp_path / "notes").write_bytes(bytes(protocol.NOTES_SIZE))
+    monkeypatch.setenv(protocol.NOTES, str(tmp_path / "notes"))
+    status.note(protocol.LEAVING, 7)
+    assert list(protocol.notes(str(tmp_path / "notes"))) == [0, 0, 0, 7]
