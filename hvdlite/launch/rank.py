@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
 
 if __name__ == "__main__":
     # The package itself would load numpy, and -S leaves that out.
@@ -42,7 +41,7 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
-_WATCHED = _ENDING | _OTHERS | {signal.SIGIO}
+_WATCHED = _ENDING | _OTHERS
 
 # The first signals of Open MPI's process manager when it ends a job, also for MPI_Abort.
 _FIRST_SIGNS = _ENDING | {signal.SIGCONT}
@@ -53,8 +52,9 @@ _PASS_ON = 0.3
 _END = 8.0
 # Seconds that a rank has to end after it began to leave.
 _LEAVE = 5.0
-# Seconds that a manager has to end the job when the launcher has gone.
-_ORPHANED = 4.0
+# Seconds between two looks at the launcher. A manager has so many of them to end the job when the
+# launcher has gone.
+_LOOK, _ORPHANED = 1.0, 4
 
 _MAX_READ = _MAX_LINE = 1 << 16
 
@@ -378,32 +378,21 @@ def _wait(child: int, manager: int, channel: Channel | None) -> tuple[int, set[i
     End it if the launcher has gone and the manager, which should end then, does not.
     """
     signs: set[int] = set()
-    deadline: float | None = None
-    if channel:
-        channel.watch()
+    orphaned = 0
     while True:
-        if channel and deadline is None and channel.peek() == b"":
-            deadline = time.monotonic() + _ORPHANED
-        if deadline is None:
-            info: Any = signal.sigwaitinfo(_WATCHED)
-        else:
-            info = signal.sigtimedwait(_WATCHED, max(deadline - time.monotonic(), 0.0))
-        if info is None:
-            os.kill(child, signal.SIGKILL)
-            _end_group()
-        elif info.si_signo == signal.SIGIO:
-            continue
-        elif info.si_signo == signal.SIGCHLD:
+        info = signal.sigtimedwait(_WATCHED, _LOOK)
+        orphaned += info is None and channel is not None and channel.peek() == b""
+        if info and info.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status), signs & _FIRST_SIGNS
-        elif os.getppid() != manager:
+        elif os.getppid() != manager or orphaned > _ORPHANED:
             os.kill(child, signal.SIGKILL)  # which makes no files from now on
             _end_group()
-        elif info.si_pid == manager:
+        elif info and info.si_pid == manager:
             # A process manager signals the whole group, so the command has it already.
             signs.add(info.si_signo)
-        else:
+        elif info:
             os.kill(child, info.si_signo)
 
 

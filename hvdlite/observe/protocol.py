@@ -17,7 +17,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import mmap
 import os
@@ -151,12 +150,6 @@ class Channel:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
-
-    def watch(self) -> None:
-        """Have the system send this process SIGIO when the other end closes, or sends something."""
-        file = self._socket.fileno()
-        fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
 
     def peek(self) -> bytes | None:
         """Return the next byte, without waiting: empty at the end, None if it has not come yet."""
