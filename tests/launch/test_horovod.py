@@ -80,20 +80,6 @@ def test_the_version_as_libraries_ask_for_it():
     assert "PackageNotFoundError" in missing.stderr
 
 
-def test_two_threads_that_look_for_horovod_at_once():
-    code = """
-import sys
-(door,) = (one for one in sys.meta_path if type(one).__name__ == "_Door")
-for thread in range(2):  # The second has come to it before the first has replaced it.
-    print(door.find_spec("horovod").name)
-import horovod
-print(horovod.__version__, door in sys.meta_path)
-"""
-    done = python("-c", code, path=[BOOTSTRAP])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["horovod", "horovod", f"{VERSION} False"]
-
-
 def test_pytorch():
     pytest.importorskip("torch")
     lines = under_horovod(

@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class _Door:
-    """Puts hvdlite's finder in its own place when something looks for horovod."""
+    """Asks hvdlite's finder when something looks for horovod."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -26,19 +26,12 @@ class _Door:
         """Return the spec of a module of Horovod's; None: the module is not Horovod's."""
         if name.partition(".")[0] != "horovod":
             return None
-        spec: ModuleSpec | None = self._finder().find_spec(name, path, target)
-        return spec
-
-    def _finder(self) -> Any:
         if find_spec("hvdlite") is None:
             # It may be on the path of the process that started this one only.
             sys.path.append(str(_FOLDER.parents[2]))
         from hvdlite.horovod.finder import Finder
 
-        finder = Finder()
-        # Another thread, which looks at the same time, may have done it already.
-        sys.meta_path[:] = [finder if one is self else one for one in sys.meta_path]
-        return finder
+        return Finder().find_spec(name, path, target)
 
 
 def _run_the_hidden_one() -> None:
