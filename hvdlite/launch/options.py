@@ -127,15 +127,11 @@ def from_keywords(keywords: Mapping[str, Any]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def without_effect(options: argparse.Namespace) -> list[str]:
-    """Return the options that were given and have no effect."""
-    given = vars(options)
-    return [f"--{name}" for name in _IGNORED if given[name.replace("-", "_")] is not None]
-
-
 def report_ignored(options: argparse.Namespace) -> None:
     """Name the options that were given and have no effect, in one line."""
-    if ignored := without_effect(options):
+    given = vars(options)
+    ignored = [f"--{name}" for name in _IGNORED if given[name.replace("-", "_")] is not None]
+    if ignored:
         say(f"options of horovodrun without effect here: {', '.join(ignored)}")
 
 
