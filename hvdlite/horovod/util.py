@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -78,12 +79,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def _verbosely(built: Callable[[], _Result]) -> Callable[..., _Result]:
     """Return a query that takes Horovod's argument ``verbose``, which has no effect."""
-
-    def query(verbose: bool = False) -> _Result:
-        return built()
-
-    query.__name__, query.__doc__ = built.__name__, built.__doc__
-    return query
+    return functools.wraps(built)(lambda verbose=False: built())
 
 
 mpi_built = _verbosely(build.mpi_built)
