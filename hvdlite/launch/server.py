@@ -136,25 +136,19 @@ class Server:
 
     def check_start(self, seconds: float = 1.0) -> None:
         """End the job if ranks wait so long in ``hvd.init()`` for one that has ended without it."""
-        numbers = range(self.ranks) if self.unmet else ()
-        waiting = [number for number in numbers if self._joins(number, seconds)]
-        if waiting and not self.exited:
+        if not self.unmet or self.exited:
+            return
+        paths = (os.path.join(self.folder, f"rank.{n}", protocol.NOTES) for n in range(self.ranks))
+        since = [protocol.notes(path)[protocol.JOINING] for path in paths]
+        begun = time.monotonic_ns() - seconds * 1e9
+        if waiting := [number for number, start in enumerate(since) if 0 < start < begun]:
             rank = min(self.unmet)
-            self._note_exit(
-                Failure(
-                    rank,
-                    1,
-                    f"rank {rank} ended with exit code 0 without hvd.init(), in which "
-                    f"{ranks_text(waiting)} waited for it; call it on all ranks, first of all",
-                )
+            text = (
+                f"rank {rank} ended with exit code 0 without hvd.init(), in which "
+                f"{ranks_text(waiting)} waited for it; call it on all ranks, first of all"
             )
+            self._note_exit(Failure(rank, 1, text))
             self.wants_end = True
-
-    def _joins(self, rank: int, seconds: float) -> bool:
-        """Return whether a rank of this host has waited so long for others to start MPI."""
-        notes = protocol.notes(os.path.join(self.folder, f"rank.{rank}", protocol.NOTES))
-        since = notes[protocol.JOINING]
-        return since > 0 and time.monotonic_ns() > since + seconds * 1e9
 
     def ask_to_stop(self) -> None:
         """Have all ranks stop at their next commit, so that another number of them can go on."""

@@ -179,38 +179,27 @@ def _leave_out_own_frames(error: BaseException) -> bool:
     """
     is_told = False
     for each in chain(error):
-        frames = list(_frames(each.__traceback__))
-        own = [number for number, frame in enumerate(frames) if _is_own(frame)]
-        inner = frames[own[-1] + 1 :] if own else []
-        has_users = any(is_users(frame.tb_frame.f_code.co_filename) for frame in inner)
+        frames: list[TracebackType] = []
+        while trace := frames[-1].tb_next if frames else each.__traceback__:
+            frames.append(trace)
+        files = [frame.tb_frame.f_code.co_filename for frame in frames]
+        own = [number for number, file in enumerate(files) if file.startswith(_OWN)]
+        inner = files[own[-1] + 1 :] if own else []
+        has_users = any(map(is_users, inner))
+        # A line that raises an exception is meant to; in others something has failed.
+        line = linecache.getline(files[-1], frames[-1].tb_lineno) if own and not inner else ""
         is_meant = bool(own) and (
-            isinstance(each, HorovodInternalError) or (not inner and _raises(frames[-1]))
+            isinstance(each, HorovodInternalError) or line.strip().startswith("raise")
         )
         if each is error:
             is_told = is_meant
         if (has_users or is_meant) and not _log.isEnabledFor(logging.DEBUG):
             kept: TracebackType | None = None
-            for frame in reversed(frames):
-                if not _is_own(frame):
+            for number, frame in reversed([*enumerate(frames)]):
+                if number not in own:
                     kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
             each.__traceback__ = kept
     return is_told
-
-
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _is_own(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(_OWN)
-
-
-def _raises(frame: TracebackType) -> bool:
-    """Return whether the line of a frame raises an exception; others fail in it."""
-    line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
-    return line.strip().startswith("raise")
 
 
 def _summary(error: BaseException) -> str:

@@ -63,16 +63,6 @@ class Launcher(NamedTuple):
     otherwise: str = ""
     rank_counts: bool = False
 
-    def found(self, environment: Mapping[str, str]) -> tuple[str, int]:
-        """Return the variable that shows several processes, and their number; else ``("", 0)``."""
-        if self.rank not in environment:
-            return "", 0
-        counts = {name: _number(environment, name) for name in self.sizes}
-        if self.rank_counts:
-            counts[self.rank] = _number(environment, self.rank) + 1
-        variable = max(counts, key=lambda name: counts[name])
-        return (variable, counts[variable]) if counts[variable] > 1 else ("", 0)
-
 
 # MPI's own process managers.
 _MANAGERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -105,8 +95,13 @@ def check(size: int, environment: Mapping[str, str] = os.environ) -> None:
     if size > 1 or _is_one(environment):
         return
     for launcher in _LAUNCHERS:
-        variable, count = launcher.found(environment)
-        if count:
+        if launcher.rank not in environment:
+            continue
+        counts = {name: _number(environment, name) for name in launcher.sizes}
+        if launcher.rank_counts:
+            counts[launcher.rank] = _number(environment, launcher.rank) + 1
+        variable = max(counts, key=counts.__getitem__)
+        if (count := counts[variable]) > 1:
             otherwise = f", or {launcher.otherwise}" if launcher.otherwise else ""
             exact = variable != launcher.rank
             raise LauncherError(
