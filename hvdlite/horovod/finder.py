@@ -69,7 +69,7 @@ class Finder(MetaPathFinder, Loader):
             # question and answer it with a shorter message.
             raise ModuleNotFoundError(_not_provided(fullname, parent))
         # All are packages, and what lies in them is for the finder to say.
-        origin = f"hvdlite ({MODULES[fullname].module})"
+        origin = f"hvdlite ({next(iter(MODULES[fullname]), '')})"
         return ModuleSpec(fullname, self, origin=origin, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -79,14 +79,12 @@ class Finder(MetaPathFinder, Loader):
             ImportError: the module of hvdlite cannot be imported, or has none of it.
         """
         provided = MODULES[module.__name__]
-        found = {}
-        if provided.module:
-            found = _names_of(module.__name__, provided.module, provided.names)
-        if provided.util:
-            found |= _names_of(module.__name__, "hvdlite.horovod.util", provided.util)
+        found: dict[str, Any] = {}
+        for source, names in provided.items():
+            found |= _names_of(module.__name__, source, names)
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
-        module.__file__ = sys.modules[provided.module or "hvdlite"].__file__
+        module.__file__ = sys.modules[next(iter(provided), "hvdlite")].__file__
         module.__doc__ = f"The part of {module.__name__} that hvdlite provides."
         vars(module).update(found)
         vars(module)["__all__"] = [name for name in found if not name.startswith("_")]

@@ -7,8 +7,6 @@ import os
 import sys
 from types import ModuleType
 
-_finalizes = True
-
 
 def load() -> ModuleType:
     """Return ``mpi4py.MPI``, initialised for calls from several threads.
@@ -21,7 +19,12 @@ def load() -> ModuleType:
     # reads this at its start, so it works under a bare mpirun, too.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
-        _take_over_finalization()
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            # Instead of mpi4py, which would also do it in a forked child, and hang.
+            mpi4py.rc.finalize = False
+            atexit.register(_finalize, os.getpid())
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(_remedy("mpi4py cannot be imported", error)) from error
@@ -47,22 +50,12 @@ def leave_unfinalized() -> None:
 
     Where ranks may have died, that call waits for them now and then (Open MPI 5.0.11).
     """
-    global _finalizes
-    _finalizes = False
-
-
-def _take_over_finalization() -> None:
-    """Finalize MPI at exit instead of mpi4py, which would also do it in a forked child and hang."""
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.finalize = False
-        atexit.register(_finalize, os.getpid())
+    atexit.unregister(_finalize)
 
 
 def _finalize(pid: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
-    if not _finalizes or MPI is None or os.getpid() != pid:
+    if MPI is None or os.getpid() != pid:
         return
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
