@@ -11,7 +11,6 @@
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     ports        mpirun's ports, closed to others
     programs     programs that run to their end for what they print
-    torchrun     the variables that torchrun sets, for --torch
     job          a running mpirun: signals, failures, the exit code
     status       what the ranks do, for who asks
     folders      temporary folders, which the next job removes if this one is killed

@@ -8,19 +8,22 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import stat
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.launch import check_build, hosts, rank, torchrun
+from hvdlite.launch import check_build, hosts, rank
 from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
@@ -165,7 +168,10 @@ def _run(
     settings = {**job.settings, "HVDLITE_RESTART": str(number)}
     here = hosts.on_this_host(plan.hosts, settings)
     if options.torch:
-        settings |= torchrun.shared(plan.hosts, here, number, options.restarts or 0)
+        settings |= torch_variables(plan.hosts, here) | {
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+            "TORCHELASTIC_MAX_RESTARTS": str(options.restarts or 0),
+        }
     # Other hosts need not reach this one, except to tell of changes.
     addresses = None
     if not here and sizes is not None:
@@ -193,6 +199,32 @@ def _run(
                 "(--blacklist-cooldown-range)"
             )
         return end
+
+
+def torch_variables(places: Sequence[hosts.Host], is_here: bool) -> dict[str, str]:
+    """Return what torchrun sets and all ranks share; `rank.torch_variables` has the rest."""
+    slots: Counter[str] = Counter()
+    for host in places:
+        slots[hosts.host_key(host.name)] += host.slots
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    return {
+        rank.NODES: ",".join(map(str, [0, *accumulate(slots.values())][:-1])),
+        "MASTER_ADDR": "127.0.0.1" if is_here else _first(places),
+        "MASTER_PORT": str(port),
+        "ROLE_NAME": "default",
+    }
+
+
+def _first(places: Sequence[hosts.Host]) -> str:
+    """Return the address of the host of rank 0, as the others reach it."""
+    if places and not hosts.all_local(places[:1]):
+        return places[0].name
+    others = [host for host in places if not hosts.all_local([host])]
+    # A Slurm job that is started on a login node: node[07-09,12] begins with node07.
+    nodes = "" if places else os.environ.get("SLURM_JOB_NODELIST", "")
+    first = re.sub(r"\[(\w+).*", r"\1", nodes.partition(",")[0])
+    return first or next(iter(hosts.own_addresses(others)), socket.gethostname())
 
 
 def _columns(settings: Mapping[str, str]) -> int:

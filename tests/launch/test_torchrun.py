@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hvdlite.launch import rank, torchrun
+from hvdlite.launch import cli, rank
 from hvdlite.launch.hosts import parse_hosts
 from tests.launch.launcher import ROOT, hvdliterun
 
@@ -61,7 +61,7 @@ def test_only_then_and_the_launcher_s_own_rank_is_none_of_its_ranks():
 )
 def test_the_node_of_each_rank(hosts, nodes, monkeypatch):
     (name, *_) = places = parse_hosts(hosts)
-    common = torchrun.shared(places, False, 0, 0)
+    common = cli.torch_variables(places, False)
     assert common["MASTER_ADDR"] == name.name
     for number, node in enumerate(nodes):
         variables = {
@@ -86,7 +86,7 @@ def test_the_node_of_each_rank(hosts, nodes, monkeypatch):
 def test_the_first_host_of_a_slurm_job(monkeypatch):
     for nodes, first in (("n[07-09,12],m1", "n07"), ("n1,m1", "n1")):
         monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
-        assert torchrun.shared([], False, 0, 0)["MASTER_ADDR"] == first
+        assert cli.torch_variables([], False)["MASTER_ADDR"] == first
 
 
 SCRIPT = """
