@@ -118,7 +118,7 @@ class BroadcastGlobalVariablesCallback:
             MismatchError: The optimizer is distributed on some ranks only, or has other variables.
         """
         self.broadcast_done = self._are_shared = False
-        self._steps = status.all_steps()
+        self._steps = status.counts.total()
         name = "BroadcastGlobalVariablesCallback"
         weights, _ = self._built()
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
@@ -157,7 +157,7 @@ class BroadcastGlobalVariablesCallback:
         if steps is not None and self._are_shared:
             self._compare_weights()
         optimizer = getattr(self.model, "optimizer", None)
-        is_alone = steps == status.all_steps() and distributed_part(optimizer) is None
+        is_alone = steps == status.counts.total() and distributed_part(optimizer) is None
         if is_alone and world.size() > 1 and world.rank() == 0:
             _log.warning(
                 "each rank trains by itself: in this epoch there was no exchange of gradients, and "

@@ -62,11 +62,7 @@ def _version(distributions: Sequence[str]) -> str | None:
 
 
 def ask_library() -> tuple[bool, str]:
-    """Load MPI in another process, which may crash.
-
-    Returns:
-        Whether that succeeded, and the library's name and version, or the last line printed.
-    """
+    """Load MPI in another process, which may crash; return whether it did, and its last line."""
     return ask([sys.executable, "-c", _ASK_LIBRARY])
 
 

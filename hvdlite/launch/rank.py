@@ -277,7 +277,7 @@ def _make_notes(folder: str) -> str:
         path, new = os.path.join(folder, NOTES), os.O_RDWR | os.O_CREAT
         file = os.open(path, new, 0o600) if folder else memory_file.create("hvdlite notes")
         os.posix_fallocate(file, 0, protocol.NOTES_SIZE)  # or a full disk would kill the rank
-        return f"/proc/{os.getpid()}/fd/{file}"
+        return path if folder else f"/proc/{os.getpid()}/fd/{file}"
     return ""
 
 

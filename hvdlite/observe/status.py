@@ -59,7 +59,8 @@ _MOST_WAIT = 3.0
 _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
-_counts: Counter[Hashable] = Counter()  # of steps, by their optimizer
+#: The numbers of steps that have ended, by their optimizer.
+counts: Counter[Hashable] = Counter()
 _notes = functools.cache(protocol.notes)  # without a launcher, or one that is reached, lost
 
 
@@ -97,19 +98,14 @@ def count_step(key: Hashable) -> None:
     Args:
         key: of an optimizer, the same in every world; the one with the most steps counts.
     """
-    _counts[key] += 1
+    counts[key] += 1
     notes = _notes(os.environ.get(protocol.NOTES, ""))
-    notes[protocol.STEP] = max(_counts[key], notes[protocol.STEP])
+    notes[protocol.STEP] = max(counts[key], notes[protocol.STEP])
 
 
 def steps() -> int:
     """Return the number of steps that have ended, of the optimizer that has made the most."""
-    return max(_counts.values(), default=0)
-
-
-def all_steps() -> int:
-    """Return the number of steps that have ended, of all optimizers together."""
-    return sum(_counts.values())
+    return max(counts.values(), default=0)
 
 
 def note(which: int, number: int) -> None:

@@ -80,7 +80,7 @@ def test_the_first_gradient_of_a_step_or_one_by_name(elements, size):
         return [made.buckets.result_slot(number).copy() for number in range(3)]
 
     # In a job that other tests have used, theirs may have made more steps.
-    while status.steps() > status._counts[made.buckets._key]:
+    while status.steps() > status.counts[made.buckets._key]:
         step()
     number = status.steps() + 2
     with planted(f"corrupt:rank=0,step={number};corrupt:rank={size - 1},name=weight,value=inf"):
