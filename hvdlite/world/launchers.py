@@ -64,9 +64,6 @@ class Launcher(NamedTuple):
     rank_counts: bool = False
 
 
-# MPI's own process managers.
-_MANAGERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
 # The most specific first: Flux, PALS and srun set PMI_SIZE as well.
 _LAUNCHERS = (
     Launcher("Flux", ("FLUX_JOB_SIZE",), "FLUX_TASK_RANK", "with `flux run -o mpi=...`"),
@@ -228,9 +225,10 @@ def _identity(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _is_one(environment: Mapping[str, str]) -> bool:
     """Return whether an mpirun has started this process as a job of one."""
-    counts = [_number(environment, name) for name in _MANAGERS if name in environment]
+    names = environment.keys() & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
     # torchrun's processes inherit the variables of an mpirun that has started torchrun.
-    return counts != [] and max(counts) <= 1 and "TORCHELASTIC_RUN_ID" not in environment
+    is_alone = bool(names) and all(_number(environment, name) <= 1 for name in names)
+    return is_alone and "TORCHELASTIC_RUN_ID" not in environment
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:

@@ -135,11 +135,6 @@ class World:
         """Return the index of this rank's node, in the order of the nodes' lowest ranks."""
         return self.nodes[int(self.comm.rank)]
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Return whether every node has the same number of ranks."""
-        return len({self.nodes.count(node) for node in set(self.nodes)}) == 1
-
     def free(self) -> None:
         """Free the communicators; collective."""
         for comm in (self.cross, self.node, self.comm):
@@ -248,7 +243,8 @@ def node_index() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether every node has the same number of ranks."""
-    return current().is_homogeneous
+    nodes = current().nodes
+    return len({nodes.count(node) for node in set(nodes)}) == 1
 
 
 def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
