@@ -123,7 +123,8 @@ def follow(
                 server.serve(_TICK)
                 server.check_start()
                 check()
-                last, stage = stage, (bool(server.hosts), server.are_connected())
+                are_connected = stage[1] or server.are_connected()
+                last, stage = stage, (bool(server.hosts), are_connected)
                 if job.is_here and (stage != last or not server.hosts):
                     job.program.close_ports(process.pid, stage[0], stage[1] and not spawns)
                 if asked or asking.exists():
