@@ -102,7 +102,7 @@ def resume(state: State) -> int | None:
     launcher = connect()
     if launcher is None:
         return None
-    kept = launcher.ask(protocol.FETCH) if world.rank() == 0 else b""
+    kept = launcher.ask(protocol.ASK) if world.rank() == 0 else b""
     found = collectives.broadcast_object(pickle.loads(kept) if kept else None, 0, "elastic.state")
     if found is None:
         return None

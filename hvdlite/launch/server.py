@@ -61,7 +61,7 @@ class Server:
     Args:
         addresses: where this host listens for ranks on others; empty: on all of its interfaces;
             None: only processes of this host connect.
-        task: what a rank of `hvdlite.run` gets when it asks.
+        task: what a rank of `hvdlite.run` gets when it asks; it is the state then.
         spares: the number of processes that wait beside them.
 
     Attributes:
@@ -97,11 +97,11 @@ class Server:
         self.wants_end = False
         self.hosts: dict[int, list[str]] = {}
         self.watching: dict[int, Channel] = {}
-        self.state: Sequence[Part] = ()
+        self.state = task
         self.printed: list[str] = []
         self.columns = 80
         self.key = b"" if addresses is None else secrets.token_bytes(32)
-        self._addresses, self._task = addresses, task
+        self._addresses, self._is_call = addresses, bool(task)
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False
         # The beginnings of lines, by rank and kind; the first of them is on the terminal.
@@ -199,7 +199,7 @@ class Server:
         rank, kind, parts = message
         if kind in (protocol.OUT, protocol.ERR):
             self._show(kind, rank, parts[0])
-        elif kind == protocol.LIVE and not self._task:
+        elif kind == protocol.LIVE and not self._is_call:
             self._live[rank, bytes(parts[0])] = parts[1].decode(errors="replace").strip("\r")
             self._redraw()
         elif kind == protocol.RESULT:
@@ -208,7 +208,7 @@ class Server:
             self.failures.setdefault(rank, Failure(rank, 1, "", bytes(parts[0])))
         elif kind == protocol.REPORT:
             code, text = (part.decode() for part in parts)
-            if self._task:
+            if self._is_call:
                 when = "after" if rank in self.results else "before"
                 text += f" {when} its function had returned; what it printed last may say why"
             self._note_exit(Failure(rank, int(code), text))
@@ -222,7 +222,7 @@ class Server:
         elif kind == protocol.LEFT:
             self.left.add(rank)
             self.unmet |= set() if any(parts) else {rank}
-            if self._task and not {rank} & {*self.results, *self.failures}:
+            if self._is_call and not {rank} & {*self.results, *self.failures}:
                 text = f"rank {rank} ended without a result (os._exit() or the like)"
                 self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))
                 self.wants_end = True
@@ -236,7 +236,7 @@ class Server:
         lines = received.decode(errors="replace").removesuffix("\n").split("\n")
         if rank == _MPIRUN:
             self.printed = (self.printed + lines)[-_REMEMBERED_LINES:]
-        prefix = f"[{rank}] " if self._task and rank != _MPIRUN else ""
+        prefix = f"[{rank}] " if self._is_call and rank != _MPIRUN else ""
         self._live.pop((rank, kind), None)
         self.clear()
         file = sys.stdout if kind == protocol.OUT else sys.stderr
@@ -299,9 +299,7 @@ class Server:
             while True:
                 kind, parts = channel.receive()
                 if kind == protocol.ASK:
-                    channel.send(protocol.TASK, *self._task)
-                elif kind == protocol.FETCH:
-                    channel.send(protocol.STATE, *self.state)
+                    channel.send(protocol.TASK, *self.state)
                 elif kind == protocol.WATCH:
                     self.watching[rank] = channel
                 else:

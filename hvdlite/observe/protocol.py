@@ -50,15 +50,16 @@ ADDRESS = "HVDLITE_LAUNCH_ADDRESS"
 
 # The kinds of messages. From the process around a rank, LIVE being a line that goes on:
 LIVE, OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"v", b"o", b"e", b"p", b"j", b"l", b"d"
-# From a rank, which waits for SEEN before it ends:
+# From a rank: a request for what the launcher keeps for it, the function of `hvdlite.run` or the
+# state of the previous run; how the function ended, after which the rank waits for SEEN.
 ASK, RESULT, ERROR = b"a", b"r", b"x"
-# To a rank:
+# To a rank; TASK has what it has asked for.
 TASK, SEEN = b"t", b"s"
 # From a rank of a job whose size may change: it stops when it is asked to; the state that the next
-# run begins with, or nothing when all ranks have the previous one's; a request for it.
-WATCH, KEEP, FETCH = b"w", b"k", b"f"
-# To such a rank: it is to stop at the next commit; the state.
-STOP, STATE = b"z", b"y"
+# run begins with, or nothing when all ranks have the previous one's.
+WATCH, KEEP = b"w", b"k"
+# To such a rank: it is to stop at the next commit.
+STOP = b"z"
 # The beginning of each connection, from both ends; a rank's has its number and its host's names:
 HELLO = b"h"
 # All parts of a message but the last:

@@ -100,8 +100,8 @@ def test_the_state_is_there_until_all_ranks_have_it_and_from_when_they_hand_it_o
 
     given = server.state = [b"state"]
     with contextlib.closing(protocol.connect(server.address, 0, {})) as channel:
-        channel.send(protocol.FETCH)
-        assert channel.receive(10) == (protocol.STATE, given)
+        channel.send(protocol.ASK)
+        assert channel.receive(10) == (protocol.TASK, given)
         assert end(255) is given
         channel.send(protocol.KEEP)
         assert channel.receive(10)[0] == protocol.SEEN
