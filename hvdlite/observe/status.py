@@ -61,7 +61,6 @@ _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
 #: The numbers of steps that have ended, by their optimizer.
 counts: Counter[Hashable] = Counter()
-_notes = functools.cache(protocol.notes)  # without a launcher, or one that is reached, lost
 
 
 def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
@@ -99,7 +98,7 @@ def count_step(key: Hashable) -> None:
         key: of an optimizer, the same in every world; the one with the most steps counts.
     """
     counts[key] += 1
-    notes = _notes(os.environ.get(protocol.NOTES, ""))
+    notes = _notes()
     notes[protocol.STEP] = max(counts[key], notes[protocol.STEP])
 
 
@@ -110,7 +109,7 @@ def steps() -> int:
 
 def note(which: int, number: int) -> None:
     """Change one of the rank's notes, such as `protocol.MET`."""
-    _notes(os.environ.get(protocol.NOTES, ""))[which] = number
+    _notes()[which] = number
 
 
 def ask_launcher() -> None:
@@ -131,6 +130,14 @@ def ask_launcher() -> None:
             if answers and _file is not None and os.fstat(_file.fileno()).st_size > before:
                 answers = False
                 _answer(SIGNAL, None)
+
+
+@functools.cache
+def _notes() -> memoryview:
+    return protocol.notes(os.environ.get(protocol.NOTES, ""))
+
+
+os.register_at_fork(after_in_child=_notes.cache_clear)  # it may enter a job of its own
 
 
 def process_line(pid: int) -> str:

@@ -46,7 +46,7 @@ def test_train_on_batch():
     expected.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=EAGER, jit_compile=False)
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss="mse")
     with exchanges() as count, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status, "_notes", lambda path: counted)
+        patch.setattr(status, "_notes", lambda: counted)
         for step in range(STEPS):
             rows = slice(step * BATCH * hvd.size(), (step + 1) * BATCH * hvd.size())
             expected.train_on_batch(x[rows], y[rows])
