@@ -53,7 +53,9 @@ class VariableSteps:
         def begin(*arrays: Any) -> list[Any]:
             if self.steps.in_step and forgotten is not None:
                 raise ValueError(forgotten)
-            self.steps.begin(_weights(arrays, {}, {}))
+            self.steps.begin(
+                Weights(arrays.__getitem__, dict[int, Any]().__setitem__, lambda _: ())
+            )
             return []
 
         remembered = self._variables if self.steps.schedule.sends_changes else []
@@ -88,26 +90,31 @@ class VariableSteps:
     def end(self) -> None:
         """Count a step, after it has changed the variables, and exchange them if that is due."""
         due = integer(self.steps.count, self.steps.process_set) > 0
-        tf.cond(due, self._exchange, lambda: tf.constant(False))
+        tf.cond(due, lambda: self._update(self.steps.exchange), lambda: tf.constant(False))
 
     def average(self) -> None:
         """Average all variables now."""
         self._update(self.steps.average)
 
-    def _exchange(self) -> tf.Tensor:
-        self._update(self.steps.exchange)
-        return tf.constant(True)
-
-    def _update(self, exchange: Callable[[Weights], None]) -> None:
+    def _update(self, exchange: Callable[[Weights], None]) -> tf.Tensor:
+        # The variables, and behind them the optimizer's, each with its owner's number and a name.
         names = [(n, key) for n, own in enumerate(self._moments) for key in sorted(own)]
         targets = self._variables + [self._moments[number][key] for number, key in names]
         changed: list[int] = list(range(len(targets)))
         eager = tf.executing_eagerly()
 
         def update(*arrays: Any) -> list[Any]:
-            positions = {name: len(self._variables) + n for n, name in enumerate(names)}
             written: dict[int, Any] = {}
-            exchange(_weights(arrays, positions, written))
+            write = written.__setitem__
+
+            def moments(number: int) -> list[Moment]:
+                return [
+                    Moment(key, arrays[position], partial(write, position))
+                    for position, (owner, key) in enumerate(names, len(self._variables))
+                    if owner == number
+                ]
+
+            exchange(Weights(arrays.__getitem__, write, moments))
             if eager:
                 changed[:] = sorted(written)
             # TensorFlow goes on using the memory of results, so none may be that of an argument.
@@ -119,27 +126,7 @@ class VariableSteps:
         )
         for position, result in zip(changed, results, strict=True):
             targets[position].assign(result)
-
-
-def _weights(
-    arrays: Sequence[Any], moments: Mapping[tuple[int, str], int], written: dict[int, Any]
-) -> Weights:
-    """Return weights for `LocalSteps`: the arguments of a Python function.
-
-    Args:
-        arrays: The values of the variables, followed by those of the optimizer's variables.
-        moments: The positions of the latter, by the number of their variable and their name.
-        written: Gets new values, by position.
-    """
-
-    def averaged(number: int) -> list[Moment]:
-        return [
-            Moment(key, arrays[position], partial(written.__setitem__, position))
-            for (owner, key), position in moments.items()
-            if owner == number
-        ]
-
-    return Weights(arrays.__getitem__, written.__setitem__, averaged)
+        return tf.constant(True)
 
 
 class TapeSteps:
