@@ -36,23 +36,30 @@ from hvdlite.world import parts, world
 _log = logging.getLogger("hvdlite")
 
 
-def complete(mixin: type[Any], base: type[Any], module: str) -> Any:
-    """Return a public class of a module: a mixin with its base class, and the mixin's name."""
-    return type(mixin.__name__, (mixin, base), {"__doc__": mixin.__doc__, "__module__": module})
+# The public names, of any Keras.
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "MetricAverageCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "BestModelCheckpoint",
+]
 
 
-def public_callbacks(callbacks: Any, module: str) -> list[Any]:
-    """Return the classes of a public module, given Keras' module of callbacks."""
-    mixins = (
-        BroadcastGlobalVariablesCallback,
-        MetricAverageCallback,
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
-    )
-    return [
-        *(complete(mixin, callbacks.Callback, module) for mixin in mixins),
-        complete(BestModelCheckpoint, callbacks.ModelCheckpoint, module),
-    ]
+def complete(mixins: Any, callbacks: Any, module: str) -> dict[str, Any]:
+    """Return the callbacks of a public module: the mixins of a private one, each with its base.
+
+    Args:
+        callbacks: Keras' module of that name.
+    """
+    bases = {"BestModelCheckpoint": callbacks.ModelCheckpoint}
+    found = {}
+    for name in mixins.__all__:
+        if name.endswith(("Callback", "Checkpoint")):
+            mixin, base = getattr(mixins, name), bases.get(name, callbacks.Callback)
+            members = {"__doc__": mixin.__doc__, "__module__": module}
+            found[name] = type(name, (mixin, base), members)
+    return found
 
 
 def make_summary_writer(callbacks: Any) -> Callable[..., Any]:

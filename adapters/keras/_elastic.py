@@ -247,10 +247,3 @@ class UpdateEpochStateCallback(_StateCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.epoch = self._ended + epoch - (self._first or 0) + 1
-
-
-CALLBACKS: tuple[type[Any], ...] = (
-    CommitStateCallback,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-)

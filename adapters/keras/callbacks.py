@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from hvdlite.keras._callbacks import public_callbacks
+from hvdlite.keras import _callbacks
+from hvdlite.keras._callbacks import *  # noqa: F403
 from hvdlite.keras._keras3 import keras
 
-(
-    BroadcastGlobalVariablesCallback,
-    MetricAverageCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    BestModelCheckpoint,
-) = public_callbacks(keras.callbacks, __name__)
+__all__ = _callbacks.__all__
+
+globals().update(_callbacks.complete(_callbacks, keras.callbacks, __name__))

@@ -9,7 +9,4 @@ from hvdlite.keras._keras3 import keras
 
 __all__ = _elastic.__all__
 
-globals().update(
-    (mixin.__name__, complete(mixin, keras.callbacks.Callback, __name__))
-    for mixin in _elastic.CALLBACKS
-)
+globals().update(complete(_elastic, keras.callbacks, __name__))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdlite.keras._callbacks import public_callbacks
+from hvdlite.keras import _callbacks
+from hvdlite.keras._callbacks import *  # noqa: F403
 
-(
-    BroadcastGlobalVariablesCallback,
-    MetricAverageCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    BestModelCheckpoint,
-) = public_callbacks(tf.keras.callbacks, __name__)
+__all__ = _callbacks.__all__
+
+globals().update(_callbacks.complete(_callbacks, tf.keras.callbacks, __name__))

@@ -10,7 +10,4 @@ from hvdlite.keras._elastic import *  # noqa: F403
 
 __all__ = _elastic.__all__
 
-globals().update(
-    (mixin.__name__, complete(mixin, tf.keras.callbacks.Callback, __name__))
-    for mixin in _elastic.CALLBACKS
-)
+globals().update(complete(_elastic, tf.keras.callbacks, __name__))
