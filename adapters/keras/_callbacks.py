@@ -62,28 +62,6 @@ def complete(mixins: Any, callbacks: Any, module: str) -> dict[str, Any]:
     return found
 
 
-def make_summary_writer(callbacks: Any) -> Callable[..., Any]:
-    """Return the public function, given Keras' module of callbacks."""
-
-    def summary_writer(log_dir: Any = "logs", **options: Any) -> Any:
-        """Return Keras' callback for TensorBoard on rank 0, and one without effect on other ranks.
-
-        Put it after `callbacks.MetricAverageCallback` in the list, so that it writes averages.
-
-        Args:
-            log_dir: Folder of the event files.
-            options: Other arguments of ``keras.callbacks.TensorBoard``.
-
-        Raises:
-            NotInitializedError: hvdlite is not initialized.
-        """
-        if world.rank() == 0:
-            return callbacks.TensorBoard(str(log_dir), **options)
-        return callbacks.Callback()
-
-    return summary_writer
-
-
 class BroadcastGlobalVariablesCallback:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 

@@ -65,7 +65,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     return optimizer
 
 
-ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model)
+ADAPTER = KerasAdapter(framework.CONVERSION, distribute, lambda: keras)
 
 
 class DistributedKeras3(DistributedKeras):

@@ -24,6 +24,7 @@ from hvdlite.gradients.options import (
     Options,
     make_options,
 )
+from hvdlite.world import world
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class KerasAdapter:
     Attributes:
         conversion: Conversion between the framework's tensors and arrays.
         distribute: Makes an optimizer distributed, given options that have been checked.
+        keras: Returns that Keras.
     """
 
     conversion: Conversion
     distribute: Callable[[Any, Options], Any]
-    load: Callable[..., Any]
+    keras: Callable[[], Any]
 
     def DistributedOptimizer(  # noqa: N802 - Horovod's name
         self,
@@ -183,10 +185,28 @@ class KerasAdapter:
             The model; without an optimizer if it was saved without one.
         """
         named = {kind.__name__: kind for kind in custom_optimizers or ()}
-        model = self.load(filepath, custom_objects={**named, **(custom_objects or {})})
+        custom_objects = {**named, **(custom_objects or {})}
+        model = self.keras().models.load_model(filepath, custom_objects=custom_objects)
         if getattr(model, "optimizer", None) is not None:
             self.DistributedOptimizer(model.optimizer, compression=compression)
         return model
+
+    def summary_writer(self, log_dir: Any = "logs", **options: Any) -> Any:
+        """Return Keras' callback for TensorBoard on rank 0, and one without effect on other ranks.
+
+        Put it after `callbacks.MetricAverageCallback` in the list, so that it writes averages.
+
+        Args:
+            log_dir: Folder of the event files.
+            options: Other arguments of ``keras.callbacks.TensorBoard``.
+
+        Raises:
+            NotInitializedError: hvdlite is not initialized.
+        """
+        callbacks = self.keras().callbacks
+        if world.rank() == 0:
+            return callbacks.TensorBoard(str(log_dir), **options)
+        return callbacks.Callback()
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.keras import _values, callbacks
-from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._data import shard
-from hvdlite.keras._keras3 import ADAPTER, framework, keras
+from hvdlite.keras._keras3 import ADAPTER, framework
 from hvdlite.keras._values import *  # noqa: F403 - the collectives
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.recipe.variables import seed_keras as _seed_keras
@@ -19,7 +18,7 @@ DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model
 pin_device = framework.pin_device
-summary_writer = _make_summary_writer(keras.callbacks)
+summary_writer = ADAPTER.summary_writer
 
 if TYPE_CHECKING:
     from hvdlite.keras import elastic

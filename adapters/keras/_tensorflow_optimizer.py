@@ -96,9 +96,7 @@ def _distribute(optimizer: Any, options: Options) -> Any:
     raise TypeError(f"expected an optimizer of TensorFlow or Keras, found {type(optimizer)}")
 
 
-ADAPTER = KerasAdapter(
-    CONVERSION, _distribute, lambda *args, **kwargs: tf.keras.models.load_model(*args, **kwargs)
-)
+ADAPTER = KerasAdapter(CONVERSION, _distribute, lambda: tf.keras)
 """The functions of `hvdlite.tensorflow.keras`."""
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import os as _os
 from typing import TYPE_CHECKING
 
-import tensorflow as _tensorflow
-
 from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.keras import _values
 from hvdlite.keras._backends import check_backend as _check_backend
 from hvdlite.keras._backends import uses_legacy_keras as _uses_legacy_keras
-from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._values import *  # noqa: F403 - the collectives
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.recipe import pin_device
@@ -29,7 +26,7 @@ from hvdlite.tensorflow.keras import callbacks
 DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model
-summary_writer = _make_summary_writer(_tensorflow.keras.callbacks)
+summary_writer = ADAPTER.summary_writer
 
 if TYPE_CHECKING:
     from hvdlite.tensorflow.keras import elastic
