@@ -22,7 +22,6 @@ from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._optimizer import (
     DistributedKeras,
-    distributed_part,
     keep_wrapping,
     kept_in,
     make_distributed,
@@ -260,7 +259,7 @@ def _install() -> None:
         model.make_train_function, contextlib.nullcontext
     )
     model.__reduce__ = with_wrapping(model.__reduce__)
-    model.__deepcopy__ = _with_wrapping(model.__deepcopy__)
+    model.__deepcopy__ = with_wrapping(model.__deepcopy__)
     for base in (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer):
         keep_wrapping(base)
     for kind in _LOSS_SCALING[1:]:
@@ -268,19 +267,6 @@ def _install() -> None:
         if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):
             kind._compute_gradients = _with_early_reduction(kind._compute_gradients)
             kind.get_gradients = _with_early_reduction(kind.get_gradients)
-
-
-def _with_wrapping(original: Any) -> Any:
-    """Return a model's ``__deepcopy__``, by which the copy gets a distributed optimizer."""
-
-    @functools.wraps(original)
-    def deepcopy(self: Any, memo: Any) -> Any:
-        part, copy = distributed_part(getattr(self, "optimizer", None)), original(self, memo)
-        if part is not None and distributed_part(copy.optimizer) is None:
-            part._wrapping.apply(copy.optimizer)
-        return copy
-
-    return deepcopy
 
 
 def _with_reduction(original: Any) -> Any:

@@ -286,21 +286,25 @@ def keep_wrapping(kind: Any) -> None:
 
 
 def with_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's ``__reduce__``, by which copies of a model get distributed optimizers."""
+    """Return a model's ``__reduce__`` or ``__deepcopy__``, whose copies train as it does."""
 
     @functools.wraps(original)
-    def reduce(self: Any) -> Any:
-        part, reduced = distributed_part(getattr(self, "optimizer", None)), original(self)
-        if part is None or len(reduced) > 2:
-            return reduced
-        return _copied, (*reduced, part._wrapping)
+    def copy(self: Any, *memo: Any) -> Any:
+        part = distributed_part(getattr(self, "optimizer", None))
+        if part is None:
+            return original(self, *memo)
+        if memo:  # of ``__deepcopy__``
+            return _copied(original, (self, *memo), part._wrapping)
+        reduced = original(self)
+        return reduced if len(reduced) > 2 else (_copied, (*reduced, part._wrapping))
 
-    return reduce
+    return copy
 
 
 def _copied(make: Callable[..., Any], args: tuple[Any, ...], wrapping: Wrapping) -> Any:
     model = make(*args)
-    wrapping.apply(model.optimizer)
+    if distributed_part(model.optimizer) is None:
+        wrapping.apply(model.optimizer)
     return model
 
 
