@@ -73,9 +73,7 @@ class TorchBackend(Backend):
     def are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         return all(each is None or bool(each.isfinite().all()) for each in gradients)
 
-    def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:
-            return None
+    def divide_by_size(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient / runtime.engine(self._options.process_set).size
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:

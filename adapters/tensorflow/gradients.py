@@ -66,21 +66,12 @@ class GradientAllreduce(Backend):
 
     @unconverted
     def reduce(
-        self, gradients: Sequence[Gradient], sources: Sequence[Any], samples: Any = None
+        self, gradients: Sequence[Gradient], sources: Sequence[Any], batch_size: Any = None
     ) -> list[Gradient]:
-        """Return the reduced gradients.
-
-        Args:
-            sources: What the gradients belong to: names, shapes and dtypes equal on all ranks.
-            samples: The number of samples that this rank's gradients are averages of, a number or
-                a scalar tensor, which weights the average over the ranks; None, on all ranks:
-                all ranks count the same.
-        """
         options, process_set = self.options, self.options.process_set
         engine(process_set)
-        samples = _samples(samples, options.reduction)
-        if options.sparse_as_dense:
-            gradients = densified(gradients)
+        samples = _samples(batch_size, options.reduction)
+        gradients = densified(gradients, options)
         slices = {
             position: gradient
             for position, gradient in enumerate(gradients)
@@ -140,9 +131,7 @@ class GradientAllreduce(Backend):
             _hold_updates(sources, reduced)
         return reduced
 
-    def divide_by_size(self, gradient: Gradient) -> Gradient:
-        if gradient is None:
-            return None
+    def divide_by_size(self, gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
         if isinstance(gradient, tf.IndexedSlices):
             values = self.divide_by_size(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -205,11 +194,13 @@ def _keep(given: Given, *arrays: Any) -> list[Any]:
     return []
 
 
-def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Return gradients with ``tf.IndexedSlices`` converted to dense tensors."""
+def densified(gradients: Sequence[Gradient], options: Options) -> list[Gradient]:
+    """Return gradients, with ``tf.IndexedSlices`` as dense tensors if these are exchanged."""
     return [
-        tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-        for gradient in gradients
+        tf.convert_to_tensor(each)
+        if options.sparse_as_dense and isinstance(each, tf.IndexedSlices)
+        else each
+        for each in gradients
     ]
 
 
@@ -314,12 +305,7 @@ class _DenseExchange:
         return []
 
     def start(self, index: int, numbers: Sequence[int], *arrays: Any) -> list[Any]:
-        """Start the exchange of a bucket.
-
-        Args:
-            numbers: Those of the gradients.
-            arrays: Gradients, and a number of samples, if there is one.
-        """
+        """Start the exchange of a bucket: some gradients, and the number of samples, if given."""
         exchange = self.spec.connect()  # in the world in which the graph runs
         if exchange.plan != self.plan:
             raise HorovodInternalError(
@@ -333,11 +319,7 @@ class _DenseExchange:
         return []
 
     def finish(self, runs: Sequence[Sequence[int]]) -> list[Any]:
-        """Wait for all buckets, and return the averages.
-
-        Args:
-            runs: The numbers of the gradients that are wanted; neighbours are returned flat.
-        """
+        """Wait for all buckets, and return the averages that are wanted, neighbours as one."""
         exchange = self.spec.connect()
         try:
             for index, members in enumerate(self.plan):

@@ -68,9 +68,7 @@ class VariableSteps:
         if self.steps.schedule.is_local(0):  # and so are all steps
             return list(own)
 
-        def of_this_rank(gradients: Sequence[Gradient]) -> list[Gradient]:
-            return densified(gradients) if self.steps.options.sparse_as_dense else list(gradients)
-
+        of_this_rank = partial(densified, options=self.steps.options)
         if tf.executing_eagerly():
             return of_this_rank(own) if self.steps.is_local else reduce()
         here = [number for number, gradient in enumerate(own) if gradient is not None]

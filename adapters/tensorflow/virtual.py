@@ -69,7 +69,7 @@ class VirtualSteps(GradientPath):
     ) -> None:
         """End the part of a virtual rank; after the last one, apply the averages."""
         engine()
-        dense = densified(gradients) if self._options.sparse_as_dense else list(gradients)
+        dense = densified(gradients, self._options)
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in dense):
             parts.current.refuse("a gradient of tf.IndexedSlices", "pass sparse_as_dense=True")
         here = [number for number, gradient in enumerate(dense) if gradient is not None]

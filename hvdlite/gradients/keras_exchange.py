@@ -32,10 +32,15 @@ class Backend(Protocol):
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
     ) -> list[Any]:
-        """Return the gradients reduced over all ranks; None where no rank has one."""
+        """Return the gradients reduced over all ranks; None where no rank has one.
+
+        Args:
+            batch_size: The number of samples that this rank's gradients average, as their weight;
+                None on all ranks: all ranks have the same weight.
+        """
 
     def divide_by_size(self, gradient: Any) -> Any:
-        """Return a gradient, or None, divided by the number of ranks."""
+        """Return a gradient divided by the number of ranks."""
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         """Return names, shapes and dtypes of variables."""
@@ -136,15 +141,12 @@ class LocalVariables:
         if self._scale:
             for number in {*range(len(result))}.difference(others):
                 check_not_local(batch_size)
-                result[number] = backend.divide_by_size(result[number])
+                if result[number] is not None:
+                    result[number] = backend.divide_by_size(result[number])
         shared = [number for number in others if number not in written]
-        reduced = backend.reduce(
-            [result[number] for number in shared],
-            [variables[number] for number in shared],
-            batch_size,
-        )
-        for number, gradient in zip(shared, reduced, strict=True):
-            result[number] = gradient
+        own, sources = ([each[number] for number in shared] for each in (result, variables))
+        for number, value in zip(shared, backend.reduce(own, sources, batch_size), strict=True):
+            result[number] = value
         return result
 
 
@@ -232,13 +234,8 @@ class Synchronizer:
     ) -> list[Any]:
         """Reduce gradients over all ranks, except those of local variables.
 
-        A rank outside the process set gets its own gradients.
-
-        Args:
-            gradients: Gradients of this rank; None counts as zeros if another rank has one.
-            variables: Their variables, the same on all ranks.
-            batch_size: Number of samples that this rank's gradients average, as their weight;
-                None on all ranks: all ranks have the same weight.
+        A rank outside the process set gets its own gradients. One that is None counts as zeros if
+        another rank has it.
         """
         if is_outside(self.options.process_set):
             return list(gradients)
