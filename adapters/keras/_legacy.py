@@ -199,16 +199,7 @@ class PassCounter:
         step: Callable[[list[Any]], Any],
         skip: Callable[[], Any],
     ) -> tf.Tensor:
-        """Accumulate gradients; then make a step on the result, or skip the step.
-
-        Args:
-            gradients: Those of the variables, which may be None.
-            step: Makes a step on such gradients.
-            skip: Called instead of ``step``.
-
-        Returns:
-            Whether there was a step.
-        """
+        """Accumulate gradients; step on the sum, or skip the step; return whether there was one."""
         eager = tf.executing_eagerly()
         if not eager:
             self._pending.clear()

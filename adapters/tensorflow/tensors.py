@@ -26,7 +26,14 @@ def engine(process_set: Any = None) -> Engine:
         ArgumentError: This rank is not in the process set; in the scope of a ``tf.distribute``
             strategy with several replicas.
     """
-    _refuse_replicas()
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise ArgumentError(
+            f"{type(strategy).__name__} has {strategy.num_replicas_in_sync} replicas in this "
+            "process, or exchanges gradients with other processes itself, and hvdlite needs a "
+            "process for each; leave the strategy out, start one process for each accelerator "
+            "(hvdliterun -np N) and call hvd.pin_device()"
+        )
     return translated(runtime.engine)(process_set)
 
 
@@ -118,17 +125,6 @@ def rows_like(tensor: tf.Tensor) -> tf.TensorSpec:
     if tensor.shape.rank is None:
         return tf.TensorSpec(None, tensor.dtype)
     return tf.TensorSpec(tf.TensorShape([None]).concatenate(tensor.shape[1:]), tensor.dtype)
-
-
-def _refuse_replicas() -> None:
-    strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1:
-        raise ArgumentError(
-            f"{type(strategy).__name__} has {strategy.num_replicas_in_sync} replicas in this "
-            "process, or exchanges gradients with other processes itself, and hvdlite needs a "
-            "process for each; leave the strategy out, start one process for each accelerator "
-            "(hvdliterun -np N) and call hvd.pin_device()"
-        )
 
 
 def _refuse_xla() -> None:

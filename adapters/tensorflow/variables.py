@@ -124,11 +124,10 @@ class ReplicaChecks:
             given: Given | None = [] if for_session() else None
 
             def values() -> list[tuple[str, Callable[[], Any]]]:
+                labels = [weight_label(name) for name, _ in named]
                 if given is not None:
-                    names = enumerate(name for name, _ in named)
-                    return [(weight_label(name), partial(_nth, given, n)) for n, name in names]
-                found = [(name, source()) for name, source in named]
-                living = [(name, source) for name, source in found if source is not None]
+                    return [(label, partial(_nth, given, n)) for n, label in enumerate(labels)]
+                living = [(name, own) for name, source in named if (own := source()) is not None]
                 weights = [(weight_label(name), source) for name, source in living]
                 both = *weights, *replica.state(living)
                 return [(label, partial(_find, weakref.ref(value_of(v)))) for label, v in both]
