@@ -105,7 +105,7 @@ class BroadcastGlobalVariablesCallback:
         self.broadcast_done = self._are_shared = False
         self._steps = status.counts.total()
         name = "BroadcastGlobalVariablesCallback"
-        weights, _ = self._built()
+        weights = self._weights()
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
             self._broadcast_weights(weights)
             # On all ranks or on none: legacy Keras would choose other names in the first batch.
@@ -115,7 +115,7 @@ class BroadcastGlobalVariablesCallback:
             found = zip(*collectives.allgather_object(mine, name), strict=True)
             are_built, self._are_shared = map(all, found)
             if are_built:
-                _, state = self._built()
+                state = variables_of(optimizer)
                 what = "whether it is a DistributedOptimizer", "the number of its variables"
                 entries = dict(zip(what, (is_exchanged, len(state)), strict=True))
                 collectives.agree_on("the optimizer, which all ranks have to make alike", entries)
@@ -130,9 +130,8 @@ class BroadcastGlobalVariablesCallback:
         if self.broadcast_done:
             return
         # Weights too: ranks whose optimizers differed have updated them differently.
-        weights, state = self._built()
-        self._broadcast_weights(weights)
-        broadcast_variables(state, self.root_rank)
+        self._broadcast_weights(self._weights())
+        broadcast_variables(variables_of(getattr(self.model, "optimizer", None)), self.root_rank)
         self.broadcast_done = True
         self._expect_comparison()
 
@@ -152,8 +151,7 @@ class BroadcastGlobalVariablesCallback:
             )
 
     def _compare_weights(self) -> None:
-        local = set(map(id, self.local_variables))
-        weights = [each for each in self.model.trainable_weights if id(each) not in local]
+        weights = self._shared(self.model.trainable_weights)
         sums = {getattr(w, "path", w.name): zlib.crc32(to_array(w).tobytes()) for w in weights}
         try:
             collectives.agree_on("the checksums of weights after an epoch", sums)
@@ -178,11 +176,12 @@ class BroadcastGlobalVariablesCallback:
             steps = 1 if self.broadcast_done else batches_per_call(self.model)
             distributed._hvdlite.replica.uncompared = steps
 
-    def _built(self) -> tuple[list[Any], list[Any]]:
+    def _weights(self) -> list[Any]:
+        return self._shared(weights_of(self.model)) if self.model.built else []
+
+    def _shared(self, weights: Iterable[Any]) -> list[Any]:
         local = set(map(id, self.local_variables))
-        built = weights_of(self.model) if self.model.built else ()
-        weights = [weight for weight in built if id(weight) not in local]
-        return weights, variables_of(getattr(self.model, "optimizer", None))
+        return [weight for weight in weights if id(weight) not in local]
 
 
 def _describe(optimizer: Any) -> tuple[bool, bool]:
