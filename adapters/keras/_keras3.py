@@ -154,7 +154,7 @@ class DistributedKeras3(DistributedKeras):
         indices = optimizer._trainable_variables_indices
         if (index := indices.get(optimizer._var_key(variable))) is None:
             return {}
-        return kept_in(vars(optimizer), index, len(indices), keras.Variable)
+        return kept_in(vars(optimizer), index, len(indices))
 
     def _kept(self) -> list[dict[str, Any]]:
         optimizer: Any = getattr(self, "inner_optimizer", self)

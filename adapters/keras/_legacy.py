@@ -168,14 +168,14 @@ class DistributedLegacy(DistributedKeras):
         indices = getattr(self, "_index_dict", {})
         if (index := indices.get(variable._unique_id)) is None:
             return {}
-        return kept_in(vars(self), index, len(indices), tf.Variable)
+        return kept_in(vars(self), index, len(indices))
 
     def _kept(self) -> Iterable[Mapping[str, Any]]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
             slots: Iterable[Mapping[str, Any]] = self._slots.values()
             return slots
         size = len(getattr(self, "_index_dict", {}))
-        return [kept_in(vars(self), number, size, tf.Variable) for number in range(size)]
+        return [kept_in(vars(self), number, size) for number in range(size)]
 
 
 class PassCounter:

@@ -474,15 +474,10 @@ def with_recompilation(
     return make_train_function
 
 
-def kept_in(
-    attributes: Mapping[str, Any], index: int, size: int, kind: type[Any]
-) -> dict[str, Any]:
-    """Return what an optimizer keeps for one of its variables, by the attribute's name.
+def kept_in(attributes: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
+    """Return the variables that an optimizer keeps for one of its own, by the attribute's name.
 
     Keras keeps moments in lists that are parallel to the list of variables.
-
-    Args:
-        kind: The class of what is looked for.
     """
     other_lists = {"_variables", "_trainable_variables"}
     return {
@@ -491,5 +486,5 @@ def kept_in(
         if name not in other_lists
         and isinstance(kept, list)
         and len(kept) == size
-        and isinstance(kept[index], kind)
+        and hasattr(kept[index], "assign")
     }

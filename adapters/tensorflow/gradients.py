@@ -289,10 +289,7 @@ class _DenseExchange:
         wanted = [numbers for joined in runs for numbers in joined]
         shapes = [[parameters[number].shape for number in numbers] for numbers in wanted]
         specs = [
-            tf.TensorSpec(
-                each[0] if len(each) == 1 else (sum(map(math.prod, each)),),
-                tf.as_dtype(parameters[numbers[0]].dtype),
-            )
+            tf.TensorSpec(each[0] if len(each) == 1 else (None,), parameters[numbers[0]].dtype)
             for each, numbers in zip(shapes, wanted, strict=True)
         ]
         found = run(partial(self.finish, wanted), [], specs, process_set)
