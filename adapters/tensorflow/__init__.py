@@ -30,7 +30,7 @@ _seed_too(_tensorflow.random.set_seed, parts=False)
 _seed_too(_seed_keras, parts=False)
 
 if TYPE_CHECKING:
-    from hvdlite.keras._tensorflow_optimizer import DistributedOptimizer
+    from hvdlite.keras._tensorflow import DistributedOptimizer
     from hvdlite.tensorflow import elastic
     from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
 else:
@@ -38,7 +38,7 @@ else:
         globals(),
         elastic="hvdlite.tensorflow.elastic",
         # Keras' room imports this one.
-        DistributedOptimizer="hvdlite.keras._tensorflow_optimizer:DistributedOptimizer",
+        DistributedOptimizer="hvdlite.keras._tensorflow:DistributedOptimizer",
         # Imports Keras, which then has chosen its backend.
         SyncBatchNormalization="hvdlite.tensorflow.sync_batch_norm:SyncBatchNormalization",
     )

@@ -20,7 +20,7 @@ from hvdlite.tensorflow.recipe import pin_device
 if not _uses_legacy_keras:
     _check_backend(_os.environ.get("KERAS_BACKEND"))
 
-from hvdlite.keras._tensorflow_optimizer import ADAPTER
+from hvdlite.keras._tensorflow import ADAPTER
 from hvdlite.tensorflow.keras import callbacks
 
 DistributedOptimizer = ADAPTER.DistributedOptimizer
