@@ -105,21 +105,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TypeError: It is none of these optimizers, ``compression`` is not a strategy, or
             ``schedule`` is not a schedule.
     """
-    return ADAPTER.DistributedOptimizer(
-        optimizer,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        schedule=schedule,
-        model=model,
-    )
+    arguments = locals()
+    del arguments["use_locking"]
+    return ADAPTER.DistributedOptimizer(**arguments)
 
 
 def _distribute(optimizer: Any, options: Options) -> Any:

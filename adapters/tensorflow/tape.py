@@ -280,20 +280,9 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         ValueError, TypeError: As for `DistributedGradientTape`; or there is no layer where one is
             expected.
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        schedule,
-    )
+    arguments = locals()
+    del arguments["local_layers"]
+    tape = DistributedGradientTape(**arguments)
     if local_layers is not None:
         single = not isinstance(local_layers, list | tuple | set | frozenset)
         for layer in [local_layers] if single else local_layers:
