@@ -29,7 +29,7 @@ from hvdlite.keras._optimizer import (
     with_wrapping,
 )
 from hvdlite.keras._tensorflow import after, connect
-from hvdlite.tensorflow.graphs import refuse_session
+from hvdlite.tensorflow.graphs import refuse_session, when
 from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.tensorflow.variables import WeakVariablesDict
 from hvdlite.world import parts
@@ -131,12 +131,7 @@ class DistributedLegacy(DistributedKeras):
                     return apply(gradients)
             refuse_session("HVDLITE_NOT_FINITE=skip")
             self._build_variables(variables)  # which is impossible inside a branch
-
-            def act() -> tf.Tensor:
-                apply(gradients)
-                return tf.constant(True)
-
-            return result(tf.cond(finite, act, lambda: tf.constant(False)))
+            return result(when(finite, functools.partial(apply, gradients)))
 
         def result(done: tf.Tensor) -> Any:
             is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
@@ -208,16 +203,8 @@ class PassCounter:
                 self._pending.add(number)
                 self._sums[number].assign_add(tf.convert_to_tensor(gradient))
         complete = self._count.assign_add(1) % self._passes == 0
-
-        def act() -> tf.Tensor:
-            step(list(map(self._take, range(len(gradients)))))
-            return tf.constant(True)
-
-        def wait() -> tf.Tensor:
-            skip()
-            return tf.constant(False)
-
-        stepped = tf.cond(complete, act, wait)
+        numbers = range(len(gradients))
+        stepped = when(complete, lambda: step(list(map(self._take, numbers))), skip)
         if eager and stepped:
             self._pending.clear()
         return stepped

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -172,6 +173,18 @@ def together(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
     with tf.control_dependencies(_last.get()):
         return [tf.identity(tensor) for tensor in tensors]
+
+
+def when(
+    condition: tf.Tensor, act: Callable[[], Any], otherwise: Callable[[], Any] = lambda: None
+) -> tf.Tensor:
+    """Call one of two functions, in a graph when that runs; return the condition."""
+
+    def branch(function: Callable[[], Any], taken: bool) -> tf.Tensor:
+        function()
+        return tf.constant(taken)
+
+    return tf.cond(condition, partial(branch, act, True), partial(branch, otherwise, False))
 
 
 def numbered(label: str, process_set: ProcessSet) -> str:

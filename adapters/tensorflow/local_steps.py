@@ -14,7 +14,7 @@ from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights, check_unwe
 from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.gradients import Gradient, densified
-from hvdlite.tensorflow.graphs import refuse_session
+from hvdlite.tensorflow.graphs import refuse_session, when
 from hvdlite.tensorflow.rank_ops import integer
 from hvdlite.tensorflow.tensors import run, value_of
 from hvdlite.tensorflow.variables import parameters_of
@@ -88,13 +88,13 @@ class VariableSteps:
     def end(self) -> None:
         """Count a step, after it has changed the variables, and exchange them if that is due."""
         due = integer(self.steps.count, self.steps.process_set) > 0
-        tf.cond(due, lambda: self._update(self.steps.exchange), lambda: tf.constant(False))
+        when(due, partial(self._update, self.steps.exchange))
 
     def average(self) -> None:
         """Average all variables now."""
         self._update(self.steps.average)
 
-    def _update(self, exchange: Callable[[Weights], None]) -> tf.Tensor:
+    def _update(self, exchange: Callable[[Weights], None]) -> None:
         # The variables, and behind them the optimizer's, each with its owner's number and a name.
         names = [(n, key) for n, own in enumerate(self._moments) for key in sorted(own)]
         targets = self._variables + [self._moments[number][key] for number, key in names]
@@ -124,7 +124,6 @@ class VariableSteps:
         )
         for position, result in zip(changed, results, strict=True):
             targets[position].assign(result)
-        return tf.constant(True)
 
 
 class TapeSteps:

@@ -22,6 +22,7 @@ from hvdlite.gradients.options import Options
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
+from hvdlite.tensorflow.graphs import when
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
 from hvdlite.virtual.gradients import VirtualExchange, refuse_options
@@ -94,12 +95,7 @@ class VirtualSteps(GradientPath):
         averages: list[Any] = [None] * len(parameters)
         for number, average in zip(here, results, strict=False):
             averages[number] = average
-
-        def update() -> tf.Tensor:
-            apply(averages)
-            return tf.constant(True)
-
-        tf.cond(complete, update, lambda: tf.constant(False))
+        when(complete, functools.partial(apply, averages))
 
     def _end_part(
         self, parameters: Sequence[Parameter], here: list[int], is_weighted: bool, *arrays: Any
