@@ -145,10 +145,8 @@ class GradientAllreduce(Backend):
         return parameters_of(variables)
 
     def greatest(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        process_set = self.options.process_set
-        name = f"{numbered(self.label, process_set)}: {parameters_of(variables)[0].name!r}"
-        with in_order():
-            return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
+        name, process_set = f"{self.label}: {variables[0].path!r}", self.options.process_set
+        return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
 
 
 # For each graph, the comparisons that it makes.
