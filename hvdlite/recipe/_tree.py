@@ -14,8 +14,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite.errors import CheckpointError
-
 _Arrays = list[npt.NDArray[Any]]
 _Path = tuple[Any, ...]  # the keys and indices that lead to a value
 
@@ -32,15 +30,6 @@ EXTENSION_DTYPES = {
     for scalar in vars(ml_dtypes).values()
     if isinstance(scalar, type) and issubclass(scalar, np.generic)
 }
-
-
-def check_version(path: str, version: Any, known: int) -> None:
-    """Raise CheckpointError for a file of another version of its format."""
-    if version != known:
-        raise CheckpointError(
-            f"{path} is a checkpoint of version {version!r}, this hvdlite reads version {known}: "
-            "load it with the hvdlite that wrote it"
-        )
 
 
 def flatten(state: Any) -> tuple[Any, _Arrays, list[_Path]]:

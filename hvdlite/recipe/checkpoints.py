@@ -25,7 +25,7 @@ from hvdlite import collectives
 from hvdlite.base import files
 from hvdlite.errors import CheckpointError, HorovodInternalError
 from hvdlite.observe.failures import chain
-from hvdlite.recipe import _npz, _safetensors
+from hvdlite.recipe import _formats
 from hvdlite.recipe._tree import flatten, unflatten
 from hvdlite.world import world
 
@@ -179,11 +179,11 @@ class Checkpoint:
                 reasons = [each.strerror for each in causes if each.errno in _NO_ROOM]
                 if not reasons:
                     raise
-                size = _Size()
-                write(size)  # type: ignore[arg-type]
+                counted = _Size()
+                write(counted)  # type: ignore[arg-type]
                 raise CheckpointError(
                     f"{self.path} cannot be written on the host of rank 0: {reasons[0]}: the file "
-                    f"needs {size.tell() / 1e6:.1f} MB beside the previous one, which is "
+                    f"needs {counted.size / 1e6:.1f} MB beside the previous one, which is "
                     "unchanged; make room, or choose a path on another disk"
                 ) from error
 
@@ -203,9 +203,9 @@ class Checkpoint:
         if copied:
             arrays = [array.copy(order="K") for array in arrays]
         if self.path.suffix == ".safetensors":
-            named = _safetensors.named(arrays, paths, self._tensor_key)
-            return lambda file: _safetensors.write(file, structure, named)
-        return lambda file: _npz.write(file, structure, arrays)
+            named = _formats.named(arrays, paths, self._tensor_key)
+            return lambda file: _formats.write_safetensors(file, structure, named)
+        return lambda file: _formats.write_npz(file, structure, arrays)
 
     def _read_newest(self) -> tuple[Any, _Arrays]:
         """Return the structure and the arrays of the newest readable generation."""
@@ -247,11 +247,11 @@ class Checkpoint:
             )
         try:
             if not is_zip:
-                structure, arrays = _safetensors.read(file, self._tensor_key)
+                structure, arrays = _formats.read_safetensors(file, self._tensor_key)
             elif _is_from_torch(file):
                 structure, arrays = self._read_torch(file)
             else:
-                structure, arrays = _npz.read(file)
+                structure, arrays = _formats.read_npz(file)
             unflatten(structure, arrays)
         except (CheckpointError, MemoryError):
             raise
@@ -278,25 +278,19 @@ def _report() -> None:
 class _Size(io.RawIOBase):
     """A file that counts the bytes written to it, and keeps none."""
 
-    _size = 0
-
-    def writable(self) -> bool:
-        return True
+    size = 0
 
     def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._size += size
-        return size
-
-    def tell(self) -> int:
-        return self._size
+        written = memoryview(data).nbytes
+        self.size += written
+        return written
 
 
 def _is_from_torch(file: IO[bytes]) -> bool:
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
     file.seek(0)
-    return _npz.STRUCTURE not in names and any(name.endswith("/data.pkl") for name in names)
+    return _formats.STRUCTURE not in names and any(name.endswith("/data.pkl") for name in names)
 
 
 def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:

@@ -180,7 +180,7 @@ class Progress(Generic[_Batch]):
 
     def _begin(self) -> None:
         self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
-        self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
+        self._waited_before, self._sent_before = self._waits.seconds(), traffic().sent
 
     def _seconds(self) -> float:
         end = time.perf_counter() if self._ended is None else self._ended
@@ -212,7 +212,7 @@ class Progress(Generic[_Batch]):
             left = max(self._total - self.steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
-            share = (self._waits.seconds - self._waited_before) / seconds
+            share = (self._waits.seconds() - self._waited_before) / seconds
             parts.append(f"exchange {min(share, 1.0):.0%}")
             if steps and (sent := traffic().sent - self._sent_before):
                 parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
@@ -223,29 +223,24 @@ class _WaitClock:
     """An observer that counts the time in which threads wait; threads at a time count once."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._seconds = self._counted = 0.0
         self._waiting = 0
-        self._began = 0.0
         self._lock = threading.Lock()
 
-    @property
-    def seconds(self) -> float:
-        """The time counted so far, with that of waits that have not ended."""
-        with self._lock:
-            under_way = time.perf_counter() - self._began if self._waiting else 0.0
-            return self._seconds + under_way
-
-    @uninterrupted  # or a handler that waits would find the lock taken
-    def observe(self, point: str, *_: object) -> None:
-        change = {"wait": 1, "waited": -1}.get(point, 0)
-        if not change:
-            return
+    def seconds(self, more: int = 0) -> float:
+        """Return the time counted so far; from now on, so many threads more wait."""
         with self._lock:
             now = time.perf_counter()
             if self._waiting:
-                self._seconds += now - self._began
-            self._began = now
-            self._waiting = max(self._waiting + change, 0)  # some began before this clock
+                self._seconds += now - self._counted
+            self._counted = now
+            self._waiting = max(self._waiting + more, 0)  # some began before this clock
+            return self._seconds
+
+    @uninterrupted  # or a handler that waits would find the lock taken
+    def observe(self, point: str, *_: object) -> None:
+        if change := {"wait": 1, "waited": -1}.get(point, 0):
+            self.seconds(change)
 
 
 def count_samples(batch: Any) -> int:

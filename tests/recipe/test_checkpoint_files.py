@@ -24,7 +24,7 @@ import pytest
 
 from hvdlite.base import files
 from hvdlite.errors import CheckpointError
-from hvdlite.recipe import Checkpoint, _safetensors
+from hvdlite.recipe import Checkpoint, _formats
 from hvdlite.recipe._tree import unflatten
 from tests.recipe.trees import assert_same, everything, for_safetensors, weights
 
@@ -229,7 +229,7 @@ class TestSafetensors:
     def test_a_later_version(self, tmp_path, monkeypatch):
         path = tmp_path / "state.safetensors"
         with monkeypatch.context() as patched:
-            patched.setattr(_safetensors, "_VERSION", 2)
+            patched.setattr(_formats, "_VERSION", 2)
             write(path, {"a": 1})
         with pytest.raises(
             CheckpointError, match=f"{path} is .* version 2, this hvdlite reads version 1"

@@ -1,11 +1,17 @@
-"""Checkpoints as safetensors files, which ``safetensors.numpy.load_file`` and others read.
+"""The two formats of checkpoints: numpy's npz, and safetensors. Nothing is pickled.
 
-The format is 8 bytes with the length of the header, the header as JSON, and the arrays' bytes
+Both hold the structure and the arrays that `hvdlite.recipe._tree` makes of a state.
+
+An npz, which ``np.load`` opens too, has one additional member of JSON: ``structure.json`` holds the
+format's name and version and the tree; its arrays are the members ``0.npy``, ``1.npy`` and so on.
+zip gives every member a CRC-32.
+
+A safetensors file, which ``safetensors.numpy.load_file`` and others read, is 8 bytes with the
+length of the header, the header as JSON, and the arrays' bytes
 (https://github.com/huggingface/safetensors). It is written here and not by the package, which
 takes two copies of all arrays and three times as long to write into an open file, or writes a
-temporary file of its own that only its owner may read and that nobody removes after a crash.
-
-An array's name is its path in the tree, joined by dots. The metadata hold the tree, and checksums,
+temporary file of its own that only its owner may read and that nobody removes after a crash. An
+array's name is its path in the tree, joined by dots. The metadata hold the tree, and checksums,
 which the format lacks; a file without them is read as a dict of arrays.
 """
 
@@ -14,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 import zlib
 from collections.abc import Iterable
 from typing import IO, Any
@@ -22,14 +29,19 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite.recipe._tree import check_version
+from hvdlite.errors import CheckpointError
+from hvdlite.recipe._tree import EXTENSION_DTYPES
 
-_Arrays = list[npt.NDArray[Any]]
+_Array = npt.NDArray[Any]
 
+_VERSION = 1
+#: The member of an npz that has the structure.
+STRUCTURE = "structure.json"
+_FORMAT = "hvdlite checkpoint"
+# Keys of a safetensors header, and of its metadata.
 _METADATA = "__metadata__"
 _KEY = "hvdlite"
 _CHECKSUM = "hvdlite.crc32"
-_VERSION = 1
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -43,9 +55,58 @@ _DTYPES |= {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
+def write_npz(file: IO[bytes], structure: Any, arrays: list[_Array]) -> None:
+    """Write what `flatten` has returned, array by array, without a copy of the whole."""
+    header = {"format": _FORMAT, "version": _VERSION, "arrays": len(arrays), "tree": structure}
+    with zipfile.ZipFile(file, "w") as archive:
+        # ZipInfo without a date: equal states give equal files.
+        archive.writestr(zipfile.ZipInfo(STRUCTURE), json.dumps(header, allow_nan=False))
+        for number, array in enumerate(arrays):
+            # numpy's format lacks these types: they are stored as integers of their width.
+            is_extension = array.dtype in EXTENSION_DTYPES.values()
+            stored = array.view(f"u{array.itemsize}") if is_extension else array
+            member_info = zipfile.ZipInfo(f"{number}.npy")
+            with archive.open(member_info, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, stored, version=(3, 0), allow_pickle=False)
+
+
+def read_npz(file: IO[bytes]) -> tuple[Any, list[_Array]]:
+    """Return what `write_npz` was given.
+
+    Raises:
+        CheckpointError: the file is foreign or of another version.
+        Exception: the file is damaged; zipfile and numpy raise a dozen types.
+    """
+    with zipfile.ZipFile(file) as archive:
+        if STRUCTURE not in archive.namelist():
+            raise CheckpointError(
+                f"{file.name} is not a checkpoint of hvdlite: a zip file without {STRUCTURE} "
+                f"(it has {', '.join(archive.namelist()[:3]) or 'nothing'})"
+            )
+        header = json.loads(archive.read(STRUCTURE))
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{file.name} is not a checkpoint of hvdlite: {STRUCTURE} lacks the format "
+                f"{_FORMAT!r}"
+            )
+        _check_version(file.name, header["version"])
+        return header["tree"], [_read_member(archive, i) for i in range(header["arrays"])]
+
+
+def _read_member(archive: zipfile.ZipFile, number: int) -> _Array:
+    name = f"{number}.npy"
+    size = archive.getinfo(name).file_size
+    with archive.open(name) as member:
+        array: _Array = np.lib.format.read_array(member, allow_pickle=False, max_header_size=size)
+        # zipfile compares the checksum only after the last byte, so read to the end.
+        if member.read(1):
+            raise ValueError(f"{name} is longer than its array")
+    return array
+
+
 def named(
-    arrays: _Arrays, paths: Iterable[tuple[Any, ...]], tensor_key: str
-) -> dict[str, npt.NDArray[Any]]:
+    arrays: list[_Array], paths: Iterable[tuple[Any, ...]], tensor_key: str
+) -> dict[str, _Array]:
     """Name what `flatten` has returned: each array by its path, made unique.
 
     Args:
@@ -54,7 +115,7 @@ def named(
     Raises:
         TypeError: the format cannot hold an array.
     """
-    found: dict[str, npt.NDArray[Any]] = {}
+    found: dict[str, _Array] = {}
     for path, array in zip(paths, arrays, strict=True):
         keys = path[:-1] if path[-1:] == (tensor_key,) else path
         # JSON of other languages has no lone surrogates.
@@ -71,7 +132,7 @@ def named(
     return found
 
 
-def write(file: IO[bytes], structure: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+def write_safetensors(file: IO[bytes], structure: Any, arrays: dict[str, _Array]) -> None:
     """Write arrays, and the structure of their tree."""
     layouts = [_layout(name, array) for name, array in arrays.items()]
     own = json.dumps({"version": _VERSION, "tree": structure, "arrays": layouts}, allow_nan=False)
@@ -90,7 +151,7 @@ def write(file: IO[bytes], structure: Any, arrays: dict[str, npt.NDArray[Any]]) 
         file.write(_bytes_of(arrays[name]))
 
 
-def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
+def read_safetensors(file: IO[bytes], tensor_key: str) -> tuple[Any, list[_Array]]:
     """Return the structure and the arrays of a file, hvdlite's or another program's.
 
     Args:
@@ -125,14 +186,14 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
     if str(zlib.crc32(metadata[_KEY].encode())) != metadata[_CHECKSUM]:
         raise ValueError("the tree does not match its checksum")
     own = json.loads(metadata[_KEY])
-    check_version(file.name, own["version"], _VERSION)
+    _check_version(file.name, own["version"])
     for name, *layout in own["arrays"]:
         if [name, *layout] != _layout(name, arrays[name]):
             raise ValueError(f"{name!r} does not match its layout or its checksum")
     return own["tree"], [arrays[name] for name, *_ in own["arrays"]]
 
 
-def _read_array(file: IO[bytes], entry: dict[str, Any]) -> npt.NDArray[Any]:
+def _read_array(file: IO[bytes], entry: dict[str, Any]) -> _Array:
     array = np.empty(entry["shape"], _DTYPES[entry["dtype"]])
     content = array.reshape(-1).view(np.uint8)
     if file.readinto(content) != array.nbytes:  # type: ignore[attr-defined]
@@ -140,9 +201,17 @@ def _read_array(file: IO[bytes], entry: dict[str, Any]) -> npt.NDArray[Any]:
     return array
 
 
-def _layout(name: str, array: npt.NDArray[Any]) -> list[Any]:
+def _layout(name: str, array: _Array) -> list[Any]:
     return [name, _CODES[array.dtype], list(array.shape), zlib.crc32(_bytes_of(array))]
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> Any:
+def _bytes_of(array: _Array) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _check_version(path: str, version: Any) -> None:
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{path} is a checkpoint of version {version!r}, this hvdlite reads version "
+            f"{_VERSION}: load it with the hvdlite that wrote it"
+        )
