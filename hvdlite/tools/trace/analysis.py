@@ -217,37 +217,30 @@ def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
     numbers = np.concatenate([own.tensor for own in operations])
     times = np.concatenate([own.end - own.start for own in operations])
     tensors = list(record.tensors.items())
-    size = len(tensors)
-    counts = np.bincount(operations[0].tensor, minlength=size)
-    total = np.bincount(numbers, times, size) * _MICRO
-    longest = np.zeros(size, np.int64)
-    np.maximum.at(longest, numbers, times)
-    samples = np.bincount(numbers, minlength=size)
-    matched = np.bincount(waits.tensor, minlength=size)
-    late = np.bincount(waits.tensor, waits.late, size) * _MICRO
-    lasts = np.array(
-        [np.bincount(waits.tensor[waits.last == r], minlength=size) for r in range(len(ranks))]
-    )
+    total = np.bincount(numbers, times, len(tensors)) * _MICRO
+    late = np.bincount(waits.tensor, waits.late, len(tensors)) * _MICRO
     worst = [*np.argsort(-total)[: _MOST_TENSORS // 2], *np.argsort(-late)[: _MOST_TENSORS // 2]]
-    chosen = sorted({int(n) for n in worst if samples[n]}, key=lambda n: -total[n])
-    return [
-        {
+    found = []
+    for n in sorted({*worst} & {*numbers}, key=lambda n: -total[n]):
+        (row, name), (_, nbytes, sent) = tensors[n]
+        own, matched = times[numbers == n], waits.tensor == n
+        count = max(int(matched.sum()), 1)
+        lasts = np.bincount(waits.last[matched], minlength=1)
+        tensor = {
             "name": name,
             "row": row,
-            "count": int(counts[n]),
+            "count": int((operations[0].tensor == n).sum()),
             "nbytes": nbytes,
             "sent": sent,
-            "exchange": float(total[n] / samples[n]),
-            "exchange_max": float(longest[n] * _MICRO),
+            "exchange": float(total[n] / len(own)),
+            "exchange_max": float(own.max() * _MICRO),
             "exchange_share": float(total[n] / total.sum()) if total.any() else 0.0,
-            "late": float(late[n] / max(matched[n], 1)),
-            "last_rank": ranks[int(lasts[:, n].argmax())]
-            if len(ranks) > 1 and matched[n]
-            else None,
-            "last": float(lasts[:, n].max() / max(matched[n], 1)) if len(ranks) > 1 else 0.0,
+            "late": float(late[n] / count),
+            "last_rank": ranks[lasts.argmax()] if len(ranks) > 1 and lasts.any() else None,
+            "last": float(lasts.max() / count) if len(ranks) > 1 else 0.0,
         }
-        for (row, name), (n, nbytes, sent) in map(tensors.__getitem__, chosen)
-    ]
+        found.append(tensor)
+    return found
 
 
 # Hints on settings
