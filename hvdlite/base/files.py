@@ -138,24 +138,16 @@ def _keep_generation(path: Path) -> None:
     if not path.exists():
         return
     previous = previous_generations(path)
-    if previous and _is_same(previous[0], path):
-        return  # a writer was killed before it replaced the file
-    newest = _generation_number(previous[0]) if previous else 0
-    for number in itertools.count(newest + 1):
+    # The newest one is the same file if a writer was killed before it replaced that.
+    for number in itertools.count(_generation_number(previous[0]) if previous else 1):
         generation = path.with_name(f"{path.name}.generation-{number}")
         try:
             _link(path, generation)
-        except FileExistsError:  # another writer has taken the number
-            if _is_same(generation, path):
-                return
-        else:
             return
-
-
-def _is_same(generation: Path, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # another writer may remove it
-        return generation.samefile(path)
-    return False
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # another writer may remove it
+                if generation.samefile(path):
+                    return
 
 
 def _link(path: Path, name: Path) -> None:

@@ -201,18 +201,14 @@ class Record:
                     self._complete(event)
                 elif phase == "M":
                     self._metadata(event)
-                elif phase in ("b", "e") and event["name"] == timeline.SYNCHRONIZE:
-                    self._overlapping(event)
+                elif phase == "b" and event["name"] == timeline.SYNCHRONIZE:
+                    self._blocked[event["id"]] = event["ts"]
+                elif phase == "e" and event["name"] == timeline.SYNCHRONIZE:
+                    start = self._blocked.pop(event["id"])
+                    self._complete({**event, "ts": start, "dur": event["ts"] - start})
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 continue  # an event of another program
         self.ranks = {rank: own for rank, own in sorted(self.ranks.items()) if own.first >= 0}
-
-    def tensor(self, row: str, name: str, nbytes: int = 0, sent: int = 0) -> int:
-        """Return the number of a tensor; arguments as in ``tensors``."""
-        key = row, _WITHOUT_NAME.sub(".noname.*", name)
-        number, most, most_sent = self.tensors.get(key, (len(self.tensors), 0, 0))
-        self.tensors[key] = number, max(most, nbytes), max(most_sent, sent)
-        return number
 
     def _metadata(self, event: Event) -> None:
         name = event["args"].get("name")
@@ -229,22 +225,15 @@ class Record:
         if name.startswith(timeline.NEGOTIATE):
             self._ready.setdefault(thread, start)
         elif "tensors" in args:  # an operation, and not a part of one
-            sizes = _number(args["bytes"]), _number(args.get("sent", 0))
-            tensor = self.tensor(self._rows.get(thread, ""), args["tensor"], *sizes)
-            rank.add(tensor, self._ready.pop(thread, -1), start, end)
+            nbytes, sent = _number(args["bytes"]), _number(args.get("sent", 0))
+            key = self._rows.get(thread, ""), _WITHOUT_NAME.sub(".noname.*", args["tensor"])
+            number, most, most_sent = self.tensors.get(key, (len(self.tensors), 0, 0))
+            self.tensors[key] = number, max(most, nbytes), max(most_sent, sent)
+            rank.add(number, self._ready.pop(thread, -1), start, end)
         elif name == timeline.SYNCHRONIZE:
             rank.synchronize.extend((start, end))
         elif name == timeline.STEP:
             rank.steps[args["exchange"]].append(end)
-
-    def _overlapping(self, event: Event) -> None:
-        if event["ph"] == "b":
-            self._blocked[event["id"]] = _number(event["ts"])
-            return
-        start, end = self._blocked.pop(event["id"]), _number(event["ts"])
-        rank = self.ranks[_number(event["pid"])]
-        rank.see(start, end)
-        rank.synchronize.extend((start, end))
 
 
 def _number(value: Any) -> int:
