@@ -26,15 +26,7 @@ Wrapping = Callable[[tf.GradientTape], Any]
 
 
 class Replica:
-    """A copy of a workload's model with an optimizer of its own.
-
-    Args:
-        seed: of this rank's data.
-        wrap: makes of a tape one that exchanges.
-
-    Attributes:
-        loss: the last step's.
-    """
+    """A copy of a workload's model with an optimizer, whose tapes a contender wraps."""
 
     def __init__(self, name: str, workload: str, batch: int, seed: int, wrap: Wrapping) -> None:
         self.name = name

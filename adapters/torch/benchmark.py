@@ -49,11 +49,7 @@ def gloo(comm: MPI.Comm) -> Iterator[None]:
 
 @contextlib.contextmanager
 def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Library]]:
-    """Provide the libraries that sum tensors in place, by contender.
-
-    Args:
-        names: of contenders; those that need no PyTorch are ignored.
-    """
+    """Provide the libraries that sum tensors in place, by contender; gloo only if it is named."""
     torch.set_num_threads(1)
     found = {
         "hvdlite": Library(
@@ -76,15 +72,7 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Libr
 
 
 class Replica:
-    """A copy of a workload's model with an optimizer of its own.
-
-    Args:
-        wrap: makes of the model what is trained, and its optimizer.
-
-    Attributes:
-        model, optimizer: what is trained, and by what.
-        loss: the last step's.
-    """
+    """A copy of a workload's model, as a contender wraps it, with an optimizer of its own."""
 
     def __init__(
         self, name: str, workload: str, batch: int, seed: int, wrap: Callable[[nn.Module], Trained]

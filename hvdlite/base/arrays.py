@@ -13,9 +13,6 @@ import numpy as np
 def as_array(values: Any) -> Any:
     """Return a contiguous array in native byte order: the same one, if it is such an array.
 
-    Args:
-        values: an array, or anything that numpy converts to one.
-
     Raises:
         TypeError: it is a masked array.
         ValueError: its elements are Python objects or records.

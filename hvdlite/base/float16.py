@@ -93,11 +93,7 @@ def pieces(size: int) -> Iterator[slice]:
 
 
 def scratch(size: int) -> Any:
-    """Return a float32 array that this thread reuses.
-
-    Args:
-        size: elements; `PIECE` at most.
-    """
+    """Return a float32 array of `PIECE` elements at most, which this thread reuses."""
     return _scratch.total[:size]
 
 
@@ -124,9 +120,7 @@ def widen(values: Any, out: Any = None) -> Any:
 def accumulate(ufunc: np.ufunc, total: Any, values: Any) -> None:
     """Do ``ufunc(total, widened values)`` in place, without memory for all widened values at once.
 
-    Args:
-        total: flat, float32.
-        values: of the same size, float16 or bfloat16; read only.
+    Both are flat and of one size.
     """
     for piece in pieces(values.size):
         part = total[piece]

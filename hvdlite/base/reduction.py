@@ -161,9 +161,7 @@ class Scaling:
     def write(self, values: Any, out: Any) -> None:
         """Write the result of `apply` into ``out``, for a type that is its own `accumulator`.
 
-        Args:
-            values: of such a type.
-            out: of the same size and type; it may be ``values``.
+        ``out`` has the size and the type of ``values``, and may be the same array.
         """
         dtype = values.dtype
         if self.is_identity:

@@ -22,12 +22,7 @@ _MAX_SECONDS = 1e9
 
 
 def _setting(default: Any, parse: Callable[[str], Any], allowed: str) -> Any:
-    """Return the field of a setting.
-
-    Args:
-        parse: returns the value of a variable's text, or raises ValueError.
-        allowed: what it takes, for the message.
-    """
+    """Return the field of a setting; ``parse`` raises ValueError for what is not allowed."""
     return field(default=default, metadata={"parse": parse, "allowed": allowed})
 
 

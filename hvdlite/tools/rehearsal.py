@@ -80,9 +80,6 @@ class Fault:
 def parse(text: str, ranks: int | None = None) -> list[Fault]:
     """Return the faults that a value of HVDLITE_REHEARSE describes.
 
-    Args:
-        ranks: The number of ranks; None: it does not matter here.
-
     Raises:
         SettingsError: It cannot be read, or names a rank that does not exist.
     """
@@ -123,12 +120,7 @@ def _parse_one(text: str, ranks: int | None) -> Fault:
 
 
 def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
-    """Plant the faults of this rank, as the environment says; none where the job starts again.
-
-    Args:
-        environment: With HVDLITE_REHEARSE.
-        rank: This rank's number at the start.
-        ranks: The number of ranks at the start, and of spares.
+    """Plant the faults of a rank, by its number at the start; none where the job starts again.
 
     Raises:
         SettingsError: It cannot be read, or names a rank that does not exist.

@@ -60,11 +60,7 @@ def measure(
     burst: bool,
     limit: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Time sums of float32 in place, by sizes in bytes; a burst is of many small ones; collective.
-
-    Returns:
-        A record for each size, and one for the burst.
-    """
+    """Time sums of float32 in place, by bytes, and a burst of many small ones; collective."""
     cases = [(nbytes, 1) for nbytes in sizes]
     if burst:
         cases.append((_BURST_BYTES, _BURST_TENSORS))

@@ -133,8 +133,8 @@ def advise(
     strategies of nearly the same speed it takes the one that loses less; the decision is yours.
 
     Args:
-        model: of PyTorch, Keras or a ``tf.Module``; or a mapping of names to shapes or arrays.
-            The same on all ranks.
+        model: of PyTorch, Keras or a ``tf.Module``; or a mapping of names to arrays, to anything
+            with a shape and a dtype, or to shapes (of float32). The same on all ranks.
         candidates: the strategies to choose from, beginning with the one that loses least; the
             others are compared with the first.
         seconds: the approximate duration. If the link is too slow for all gradients, only a part
@@ -230,17 +230,7 @@ def _exchanges(
 
 
 def parameters_of(model: Any) -> list[Parameter]:
-    """Return a model's trainable parameters.
-
-    Args:
-        model: with ``named_parameters()``, as in PyTorch, or ``trainable_variables``, as in Keras
-            and ``tf.Module``; or a mapping of names to arrays, or to anything with shape and
-            dtype, or to shapes (of float32).
-
-    Raises:
-        TypeError: ``model`` is none of these.
-        ValueError: it has no parameters.
-    """
+    """Return a model's trainable parameters; arguments and errors are those of `advise`."""
     parameters = [_described(name, value) for name, value in _named(model)]
     if not parameters:
         raise ValueError(

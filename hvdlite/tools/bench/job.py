@@ -25,13 +25,7 @@ _COMPUTE = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10
 
 
 class Outcome(NamedTuple):
-    """The outcome of a job.
-
-    Attributes:
-        result: what the function returned on rank 0.
-        versions: of the software that the ranks used, by name.
-        hosts: how many they ran on.
-    """
+    """The result of a function on rank 0, the versions of the software, and how many hosts."""
 
     result: Any
     versions: dict[str, str]
@@ -50,12 +44,9 @@ def run(
     """Call a function on every rank of a job.
 
     Args:
-        size: the number of ranks.
         function: as ``module:name``, imported on the ranks only; called with ``MPI.COMM_WORLD``
             and the arguments.
-        arguments: keyword arguments.
-        hosts: as in ``hvdliterun -H``; default: this host, or the choice of the batch system.
-        hostfile: instead of ``hosts``.
+        hosts, hostfile: as for ``hvdliterun``.
         busy: processes that compute on each host meanwhile, as those that load data do.
 
     Raises:

@@ -128,10 +128,6 @@ def interleave(
 def compare(times: Mapping[str, Samples], than: str = "hvdlite") -> dict[str, Any]:
     """Return the part of a record that has the times of all contenders.
 
-    Args:
-        times: by contender: seconds in each round.
-        than: the contender that the others are compared with.
-
     Returns:
         ``rounds``; ``seconds`` and ``ratios`` (how many times as long as ``than``, within each
         round) as `summary`; and ``samples``, the times themselves.

@@ -16,20 +16,13 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch.
-
-    Attributes:
-        batch: samples per rank and step.
-        sample: the shape of one, channels last.
-        steps: in a row within a turn; short ones are timed together.
-        widths: of the hidden layers, which are dense; none: it is ResNet-18.
-    """
+    """A model and its batch on each rank."""
 
     title: str
     batch: int
-    sample: tuple[int, ...]
-    steps: int = 1
-    widths: tuple[int, ...] = ()
+    sample: tuple[int, ...]  # the shape of one, channels last
+    steps: int = 1  # in a row within a turn; short ones are timed together
+    widths: tuple[int, ...] = ()  # of the hidden layers, which are dense; none: it is ResNet-18
 
     def data(self, batch: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return samples of normal noise (float32) and labels (int64)."""

@@ -75,24 +75,17 @@ hvdlite.advise(model), in a script, measures a model of your own.
 class Benchmark(NamedTuple):
     """A benchmark: its words on the command line, its contenders, its table and its plot.
 
-    Attributes:
-        examples: of its use, and the contenders.
-        seconds: for a size or model, unless the user says otherwise.
-        table: yields the lines about the records of one number of ranks; ``where`` they ran.
-        plot: returns the figure of the document.
-        known: the contenders by framework, in the order of the tables.
-        always: those that all others are compared with.
-        models: measured unless the user names others; none: it measures sizes.
+    ``table`` yields the lines about the records of one number of ranks, and where they ran.
     """
 
     description: str
     examples: str
-    seconds: float
+    seconds: float  # for a size or model, unless the user says otherwise
     table: Callable[[Sequence[Record], str], Iterator[str]]
     plot: Callable[[Mapping[str, Any]], Any]
-    known: Mapping[str, Sequence[str]]
-    always: Sequence[str]
-    models: Sequence[str] = ()
+    known: Mapping[str, Sequence[str]]  # the contenders by framework, in the order of the tables
+    always: Sequence[str]  # those that all others are compared with
+    models: Sequence[str] = ()  # unless the user names others; none: it measures sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

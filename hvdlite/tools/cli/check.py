@@ -41,13 +41,10 @@ _LEAST_COPY = 2 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check; ``found`` and ``remedy`` take a line each.
 
-    Attributes:
-        state: ``ok``, ``fault`` (something does not work), or ``note`` (something is missing that
-            not everybody needs).
-        found: one line.
-        remedy: one line; empty if there is nothing to do.
+    ``state`` is ``ok``, ``fault`` (something does not work), or ``note`` (something is missing that
+    not everybody needs).
     """
 
     name: str

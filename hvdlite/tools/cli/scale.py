@@ -38,15 +38,9 @@ whole job, its start included. Options come before SCRIPT; --np may also follow 
 
 
 class Run(NamedTuple):
-    """The speed of a job.
+    """The speed of a job, and its wall time with its start."""
 
-    Attributes:
-        metric: its name; `WALL`: the job has reported none.
-        value: the speed, or the wall time.
-        seconds: the wall time, with the start of the job.
-    """
-
-    metric: str
+    metric: str  # `WALL`: the job has reported none, and the value is the wall time
     value: float
     seconds: float
 
@@ -139,15 +133,10 @@ def _run(number: int, turn: int, command: Sequence[str], options: argparse.Names
 def find_speed(
     text: str, metric: str | None = None, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, float] | None:
-    """Return the name and the value of the speed in a job's output.
+    """Return the name and the value of the speed in a job's standard output.
 
-    Args:
-        text: its standard output.
-        metric: the name of a number in a line of JSON; None: one of `SPEEDS`.
-        pattern: a regular expression whose first group is the speed, in its last match.
-
-    Returns:
-        None if neither was asked for and there is none.
+    It is the last match of a pattern's first group, or the last one of that name in lines of JSON;
+    without both one of `SPEEDS`, or None if there is none.
 
     Raises:
         StartError: what was asked for is not there, or is no number above 0.

@@ -45,16 +45,9 @@ def run(
     variables: Mapping[str, str] | None = None,
     timeout: float = math.inf,
 ) -> Ended:
-    """Run a command once, and print each minute that it still runs.
+    """Run a command by ``hvdliterun`` with options, and print each minute that it still runs.
 
-    Args:
-        title: of the job, for these lines.
-        options: of ``hvdliterun``.
-        variables: environment variables beside those of this process.
-        timeout: seconds until the job is ended.
-
-    Returns:
-        What it printed, its code as a shell counts it, and its seconds, with the start.
+    The code that it returns is the one that a shell would.
     """
     ended = programs.run(
         [sys.executable, "-m", "hvdlite.launch", *options, *command],
