@@ -40,40 +40,8 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
     """Analyse a timeline, which is a file.
 
     Returns:
-        The figures, times in seconds and parts from 0 to 1, and the record behind them. None stands
-        for a figure that the trace does not tell.
-
-        ``file``, ``events``
-            The path, and the number of events in it.
-        ``problem``
-            Why the rest of the file is missing; empty: it is complete.
-        ``steps``
-            The steps of the training loop, by one rank's clock: their ``count`` (0: unknown; the
-            analysis covers the time from the end of the first to the end of the last, which leaves
-            out the program's start); the ``marker``, the event whose repetitions are counted;
-            ``seconds_mean``, ``seconds_median`` and ``seconds_max`` from one step's end to the next
-            one's; ``operations`` in the mean of the steps, and the ``small`` ones among them, of
-            less than 64 KiB.
-        ``shares``
-            The time of each ``rank``, with its ``name`` and host: the ``seconds`` of the analysed
-            part; ``compute``, ``exchange`` and ``waiting``, which add up to them; and ``hidden``,
-            exchanges while the rank computed, a part of ``compute``.
-        ``slowest``
-            The ``rank`` that the others wait for; None: one rank, or no rank waited. It came
-            ``last`` at this part of the operations; ``blame`` is the part of all waiting for each
-            other that was for it; another rank ``waited`` for it so long in the mean of the others,
-            ``waited_per_step`` for each step.
-        ``waited_for``
-            How long each rank waited for each other rank: rows wait for columns.
-        ``sent_ratio``
-            Bytes that ranks send of gradients, divided by those that they would send uncompressed.
-        ``tensors``
-            The buckets or tensors with the longest exchanges and those with the latest ranks,
-            longest first: ``name``; ``row``, the lane; ``count`` of operations; ``nbytes`` of one,
-            before compression, and ``sent`` by a rank after it (0: unknown); ``exchange`` in the
-            mean, ``exchange_max``, and ``exchange_share`` of the time of all exchanges; ``late``,
-            from the first rank's arrival to the last one's in the mean; ``last_rank``, which came
-            last most often (None: there is one rank only), at the part ``last`` of the operations.
+        The figures, which the guide to the timeline explains ("For programs"), and the record
+        behind them.
 
     Raises:
         StartError: the file cannot be read, or no operation is in it.
@@ -201,8 +169,17 @@ def _sent_ratio(record: Record, size: int) -> float | None:
 
 
 def _share(rank: int, record: RankRecord) -> dict[str, Any]:
-    seconds = (record.last - record.first) * _MICRO
-    blocked, busy, both = (value * _MICRO for value in record.blocked_and_busy())
+    blocked_until = record.blocked_until
+    starts, ends = (np.clip(each, record.first, record.last) for each in record.busy)
+    seconds, blocked, busy, both = (
+        float(value) * _MICRO
+        for value in (
+            record.last - record.first,
+            blocked_until(record.last) - blocked_until(record.first),
+            (ends - starts).sum(),
+            (blocked_until(ends) - blocked_until(starts)).sum(),
+        )
+    )
     parts = {
         "compute": seconds - blocked,
         "exchange": both,

@@ -105,14 +105,6 @@ class RankRecord:
         before = np.stack([np.zeros_like(blocked), blocked], axis=1).ravel().cumsum()
         return lambda time: np.interp(time, times.ravel(), before) if len(times) else 0 * time
 
-    def blocked_and_busy(self) -> tuple[float, float, float]:
-        """Return how long a thread was blocked, an operation ran, and both, when analysed."""
-        starts, ends = (np.clip(each, self.first, self.last) for each in self.busy)
-        blocked = self.blocked_until
-        both = float((blocked(ends) - blocked(starts)).sum())
-        whole = float(blocked(self.last) - blocked(self.first))
-        return whole, float((ends - starts).sum()), both
-
 
 def _union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
     """Return the union of intervals as disjoint intervals in order."""
