@@ -41,25 +41,17 @@ _counts: Counter[tuple[Fault, int]] = Counter()
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault.
-
-    Attributes:
-        step: Number of the step, from 1; 0: any.
-        count: How many times in the step the rank gets to the point before the fault comes.
-        after: For the point "time", the seconds from the end of ``init()``.
-        name: Of the parameter or array that is corrupted; empty: the first gradient that leaves.
-        text: What describes it in HVDLITE_REHEARSE.
-    """
+    """A planted fault, and the text that describes it in HVDLITE_REHEARSE."""
 
     action: str
     rank: int = 0
-    step: int = 0
+    step: int = 0  # any
     point: str = "exchange"
     count: int = 1
     seconds: float = 5.0
     after: float = 0.0
     value: float = math.nan
-    name: str = ""
+    name: str = ""  # the first gradient that leaves
     text: str = field(default="", compare=False)
 
     @property

@@ -7,6 +7,6 @@
     python -m tests.benchmarks.slow_link    training steps over a link of 100 Mbit/s
 
 Each command starts mpirun by itself, prints a table, and writes a JSON file, and most a plot, to
-``build/benchmarks``. ``--quick`` takes a tenth of the time. `hvdlite.tools.bench` says how it is
-measured. Parts of a module that only ranks run import PyTorch and MPI by themselves.
+``build/benchmarks``. ``--quick`` takes a tenth of the time. docs/guides/benchmarks.md says how
+they measure. Parts of a module that only ranks run import PyTorch and MPI by themselves.
 """
