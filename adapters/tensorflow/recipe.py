@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.recipe.resources import local_device_index, threads_per_rank
+from hvdlite.recipe.resources import share_of_node
 from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
@@ -26,9 +26,8 @@ def pin_device() -> tf.config.PhysicalDevice:
         ValueError: The node has fewer accelerators than ranks, or only some ranks see any.
         RuntimeError: TensorFlow has initialised all accelerators already.
     """
-    threads = threads_per_rank()
     gpus = tf.config.list_physical_devices("GPU")
-    index = local_device_index(_identities(gpus))
+    threads, index = share_of_node(_identities(gpus))
     if index is None:
         _set_threads(threads)
         return tf.config.list_physical_devices("CPU")[0]

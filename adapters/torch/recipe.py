@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdlite.recipe.rank_zero import StandIn
-from hvdlite.recipe.resources import local_device_index, threads_per_rank
+from hvdlite.recipe.resources import share_of_node
 from hvdlite.world import world
 
 
@@ -22,9 +22,9 @@ def pin_device() -> torch.device:
     Raises:
         ValueError: the node has fewer accelerators than ranks, or only some ranks see any.
     """
-    threads = threads_per_rank()
     devices = range(torch.cuda.device_count())
-    index = local_device_index([str(torch.cuda.get_device_properties(i).uuid) for i in devices])
+    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    threads, index = share_of_node(uuids)
     if index is None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ from hvdlite.engine import Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.options import Options
 from hvdlite.gradients.replicas import describe_optimizer
-from hvdlite.recipe.seeding import last_seed, seed_part
+from hvdlite.recipe import seeding
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Names, describe, in_order
 from hvdlite.torch.replicas import find_frozen, host_options, make_check
@@ -146,7 +146,7 @@ class VirtualReducer:
         self.exchange.follow(describe(self.names, self._parameters), described)
         self.exchange.start = Signature(
             [
-                ("the seed of hvd.seed", last_seed()),
+                ("the seed of hvd.seed", seeding.last),
                 ("the number of threads", torch.get_num_threads()),
                 *self._buffers.checksums(),
             ]
@@ -161,7 +161,7 @@ class VirtualReducer:
             self._buffers.begin_step(outcome.buffers)
             self.stepped = True
         self.averaged = True
-        seed_part()
+        seeding.seed_part()
 
     def _check_constants(self) -> None:
         """Require what all parts of a step have to begin with: options, weights, schedules."""

@@ -15,8 +15,8 @@ from hvdlite.world import parts, world
 # too. Adapters add theirs.
 _frameworks: dict[Callable[[int], object], bool] = {}
 _EQUAL, _BY_RANK, _BY_PART = 0, 1, 2
-# Of the last call of `seed`.
-_last = 0
+#: The number of the last call of `seed`; 0 before it.
+last = 0
 
 
 def seed(n: int) -> AbstractContextManager[None]:
@@ -45,21 +45,16 @@ def seed(n: int) -> AbstractContextManager[None]:
         ValueError: ``n`` is not an integer of 0 or more.
         NotInitializedError: hvdlite is not initialized.
     """
-    global _last
+    global last
     check_count("n", n, 0)
-    _last = n
+    last = n
     _seed_differently(n)
     return _equal_inside(n)
 
 
-def last_seed() -> int:
-    """Return the number of the last call of `seed`; 0 before it."""
-    return _last
-
-
 def own_number() -> int:
     """Return what frameworks are seeded with on this rank, after the last call of `seed`."""
-    return _number(np.random.SeedSequence(_last, spawn_key=(_BY_RANK, world.rank())))
+    return _number(np.random.SeedSequence(last, spawn_key=(_BY_RANK, world.rank())))
 
 
 @contextmanager
@@ -93,7 +88,7 @@ def seed_part(all_frameworks: bool = False) -> int:
     place = parts.current.place
     if place is None:
         return 0
-    return _seed_all(_last, _BY_PART, *place, is_part=not all_frameworks)
+    return _seed_all(last, _BY_PART, *place, is_part=not all_frameworks)
 
 
 def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:

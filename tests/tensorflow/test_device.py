@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 import hvdlite.tensorflow.recipe
-from hvdlite.recipe.resources import threads_per_rank
+from hvdlite.recipe.resources import share_of_node
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_threads_are_shared_on_a_cpu():
     hvd.init()
     device = hvd.pin_device()
     assert device.device_type == "CPU"
-    assert tf.config.threading.get_intra_op_parallelism_threads() == threads_per_rank()
+    assert tf.config.threading.get_intra_op_parallelism_threads() == share_of_node([])[0]
     assert tf.config.threading.get_inter_op_parallelism_threads() >= 2
     assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [2.0]
     hvd.pin_device()  # again, without harm
@@ -44,7 +44,7 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
     tf.ones(1)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
     # TensorFlow accepts the number that it has, which an earlier test may have set.
-    monkeypatch.setattr(hvdlite.tensorflow.recipe, "threads_per_rank", lambda: 77)
+    monkeypatch.setattr(hvdlite.tensorflow.recipe, "share_of_node", lambda gpus: (77, None))
     with logged("INFO") as messages:
         assert hvd.pin_device().device_type == "CPU"
     assert len(messages) == 1
