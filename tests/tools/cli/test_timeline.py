@@ -385,7 +385,7 @@ class TestOutput:
         assert "<b>$title" not in page
 
     def test_a_long_trace_is_shown_around_its_longest_step(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("hvdlite.tools.trace.page._MOST_INTERVALS", 900)
+        monkeypatch.setattr(command, "_MOST_INTERVALS", 900)
         trace = straggler(400)
         for event in trace.events:
             if event.get("ts", 0) >= 10**15 + 30_000_000:
