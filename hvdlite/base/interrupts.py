@@ -88,10 +88,7 @@ def call(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def run_deferred() -> bool:
-    """Run the deferred handlers, if this is the main thread.
-
-    Returns:
-        True if any has run.
+    """Run the deferred handlers, if this is the main thread; return whether any has run.
 
     Raises:
         Interrupted: a caller, which is `resumable`, has to be left first.

@@ -243,13 +243,7 @@ def integer_sums(parts: Sequence[Any], divisor: int) -> list[Any]:
 
     Integers of up to 32 bits are added up in int64. Those of 64 bits are split into multiples
     of the divisor and what remains: the sums of both fit, if the divisor is the number of all
-    ranks.
-
-    Args:
-        parts: flat integers of one dtype and size.
-
-    Returns:
-        Arrays that may be added to those of other parts before `integer_mean`.
+    ranks. The results may be added to those of other parts before `integer_mean`.
     """
     if parts[0].dtype.itemsize < 8:
         total = parts[0].astype(np.int64)

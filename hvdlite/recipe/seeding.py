@@ -92,11 +92,7 @@ def seed_part(all_frameworks: bool = False) -> int:
 
 
 def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:
-    """Make `seed` call a function with an integer below 2 ** 64, which differs by rank.
-
-    Args:
-        parts: Whether `seed_part` calls it, too; not if it takes long.
-    """
+    """Make `seed` call a function, and `seed_part` unless it takes long; see `_frameworks`."""
     _frameworks[framework] = parts
 
 

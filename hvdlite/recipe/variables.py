@@ -52,11 +52,7 @@ def is_seed(name: str) -> bool:
 
 
 def different_on(rank: int, state: Any) -> Any:
-    """Return the state that a generator has on a rank if it has this one on rank 0.
-
-    Args:
-        state: Seed and count, integers of shape (2,).
-    """
+    """Return the state of a generator, seed and count, on a rank if it has this one on rank 0."""
     seed, count = (int(number) for number in state)
     if rank == 0:
         return state

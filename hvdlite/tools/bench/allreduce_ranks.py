@@ -31,16 +31,10 @@ _BURST_TENSORS, _BURST_BYTES = 400, 16 * 1024
 
 @dataclass(frozen=True)
 class Library:
-    """A library that sums tensors over all ranks, in place.
-
-    Attributes:
-        start: starts the same as ``sum``, and returns a handle.
-        wait: waits for all handles of a list.
-        view: makes a tensor that shares an array's memory.
-    """
+    """A library that sums tensors, which view arrays' memory, over all ranks in place."""
 
     sum: Callable[[Any, str], object]
-    start: Callable[[Any, str], Any]
+    start: Callable[[Any, str], Any]  # the same, and return a handle
     wait: Callable[[Sequence[Any]], object] = lambda handles: [each.wait() for each in handles]
     view: Callable[[Array], Any] = np.asarray
 

@@ -42,11 +42,9 @@ _PROBE = Parameter("probe", (2**18,), np.dtype(np.float32))
 
 @dataclass(frozen=True)
 class Measurement:
-    """The time that one strategy takes.
+    """The seconds that a strategy takes for all gradients of a step, on the slowest rank.
 
-    Attributes:
-        strategy: the strategy.
-        seconds: for all gradients of a step, on the slowest rank; the median of several rounds.
+    They are the median of several rounds.
     """
 
     strategy: Strategy

@@ -79,8 +79,7 @@ def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
 def warm_up(comm: MPI.Comm, replicas: Sequence[Any], tolerance: float = 1e-3) -> None:
     """Take the first steps, and check the result of the very first exchange.
 
-    Args:
-        tolerance: how far the exchanged gradients may be from the average, as a part of its norm.
+    Gradients may differ from the average by ``tolerance``, a part of its norm.
     """
     for replica in replicas:
         with naming(replica.name):
