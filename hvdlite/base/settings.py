@@ -27,7 +27,7 @@ def _setting(default: Any, parse: Callable[[str], Any], allowed: str) -> Any:
 
 
 def _number(default: float, allowed: str, most: float = math.inf, zero: Any = 0) -> Any:
-    """Return the field of a number from 0, which stands for ``zero`` (None: it is refused)."""
+    """Return the field of a number up to ``most``; 0 stands for ``zero`` (None: it is refused)."""
     kind = type(default)
 
     def parse(text: str) -> Any:

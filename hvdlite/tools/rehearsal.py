@@ -45,13 +45,13 @@ class Fault:
 
     action: str
     rank: int = 0
-    step: int = 0  # any
+    step: int = 0  # from 1; 0: any
     point: str = "exchange"
     count: int = 1
     seconds: float = 5.0
     after: float = 0.0
     value: float = math.nan
-    name: str = ""  # the first gradient that leaves
+    name: str = ""  # of what is corrupted; empty: the first gradient that leaves
     text: str = field(default="", compare=False)
 
     @property

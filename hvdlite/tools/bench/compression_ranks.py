@@ -228,7 +228,12 @@ def _exchanges(
 
 
 def parameters_of(model: Any) -> list[Parameter]:
-    """Return a model's trainable parameters; arguments and errors are those of `advise`."""
+    """Return a model's trainable parameters; ``model`` is one as for `advise`.
+
+    Raises:
+        TypeError: ``model`` is none of these.
+        ValueError: it has no parameters.
+    """
     parameters = [_described(name, value) for name, value in _named(model)]
     if not parameters:
         raise ValueError(
