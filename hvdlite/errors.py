@@ -23,7 +23,7 @@ raised at once and on the caller's rank only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class HorovodInternalError(RuntimeError):
@@ -114,3 +114,15 @@ class CheckpointError(ValueError):
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 1`` or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def by_value(texts: Mapping[int, str]) -> list[str]:
+    """Return for each different text which ranks have it: ``["3 on ranks 0, 2", "4 on rank 1"]``.
+
+    Args:
+        texts: by rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return [f"{text} on {ranks_text(each)}" for text, each in ranks.items()]

@@ -157,7 +157,8 @@ class KerasAdapter:
             The optimizer.
 
         Raises:
-            ValueError, TypeError: As for `DistributedOptimizer`.
+            ValueError, TypeError: As for `DistributedOptimizer`; or there is no layer where one is
+                expected.
         """
         distributed = self.DistributedOptimizer(optimizer, *args, **kwargs)
         distributed_part(distributed)._hvdlite.local.add(layers=local_layers)

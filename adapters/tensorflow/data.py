@@ -15,9 +15,10 @@ from hvdlite.recipe import Sharding
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.recipe.seeding import own_number
 from hvdlite.tensorflow.tensors import unconverted
-from hvdlite.world import parts, world
+from hvdlite.world import membership, parts, world
 
 _SEEDS = 2**31 - 1  # to which TensorFlow reduces a seed
+_divisions: list[Any] = []  # of all datasets, in the order in which they were made
 
 
 def shard(
@@ -137,9 +138,10 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     @unconverted
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         parts.current.refuse("hvd.sharded", "give hvd.shard arrays")
-        if world.size() > 1:
-            _check_shuffles(dataset)
+        seeds = _seeds_of_shuffles(dataset) if world.size() > 1 else []
         samples = int(dataset.cardinality())
+        _divisions.append((samples, batch_size, *seeds))
+        membership.division = tuple(_divisions)
         if samples < 0:
             return _by_turns(dataset, batch_size)
         sharding = Sharding(samples, batch_size, shuffle=False)
@@ -166,24 +168,27 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     return apply
 
 
-def _check_shuffles(dataset: Any) -> None:
-    """Refuse an order that differs by rank: some samples would come twice, and others never."""
-    for source in dataset._inputs():
-        _check_shuffles(source)
+def _seeds_of_shuffles(dataset: Any) -> list[Any]:
+    """Return the seeds of a dataset's shuffles; refuse an order that differs by rank.
+
+    Some samples would come twice then, and others never.
+    """
+    found = [seed for source in dataset._inputs() for seed in _seeds_of_shuffles(source)]
     if type(dataset).__name__ != "_ShuffleDataset":
-        return
+        return found
     seeds = tf.get_static_value(dataset._seed), tf.get_static_value(dataset._seed2)
     own = own_number()
-    found = "has no seed" if seeds == (0, 0) else ""
+    wrong = "has no seed" if seeds == (0, 0) else ""
     if seeds[0] in (own % _SEEDS, own % 2**32 % _SEEDS):  # 32 bits: Keras has set it again
-        found = "has the seed of this rank, from hvd.seed"
-    if found:
+        wrong = "has the seed of this rank, from hvd.seed"
+    if wrong:
         raise ValueError(
-            f"a shuffle before hvd.sharded {found}, so each rank would read the samples in another "
+            f"a shuffle before hvd.sharded {wrong}, so each rank would read the samples in another "
             "order, and some would come twice and others never: give it a seed, as in "
             "dataset.shuffle(1000, seed=1) or list_files(pattern, seed=1), and call it before "
             "hvd.seed(n) or inside of `with hvd.seed(n):`"
         )
+    return [*found, str(seeds)]
 
 
 def _by_turns(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:

@@ -317,8 +317,8 @@ class _DenseExchange:
         """Wait for all buckets, and return the averages that are wanted, neighbours as one."""
         exchange = self.spec.connect()
         try:
-            for index, members in enumerate(self.plan):
-                presence = exchange.finish_bucket(index, self.leaves_out)
+            found = [exchange.finish_bucket(n, self.leaves_out) for n in range(len(self.plan))]
+            for members, presence in zip(self.plan, found, strict=True):
                 _check_presence(exchange, members, presence)
             exchange.count_step()
         finally:
@@ -349,8 +349,11 @@ def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence:
     if presence.all():
         return
     for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)).tolist():
-        have = np.flatnonzero(presence[:, position]).tolist()
-        lack = np.flatnonzero(~presence[:, position]).tolist()
+        ids = exchange.lane.transport.members
+        have, lack = (
+            [ids[rank] for rank in np.flatnonzero(each).tolist()]
+            for each in (presence[:, position], ~presence[:, position])
+        )
         raise MismatchError(
             f"the gradient of {exchange.parameters[members[position]].name!r} is None on "
             f"{ranks_text(lack)} but not on {ranks_text(have)}, and a tf.function cannot turn one "

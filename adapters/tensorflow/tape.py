@@ -143,13 +143,11 @@ class DistributedGradientTape(tf.GradientTape):
         """Keep the gradients of a layer's variables, present and future ones, to this rank.
 
         Args:
-            layer: A Keras layer or a ``tf.Module``, with all that it contains.
+            layer: A Keras layer or a ``tf.Module``, with all that it contains; or several.
 
         Raises:
             TypeError: It is something else.
         """
-        if not hasattr(layer, "variables"):
-            raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
         self._local.add(layers=layer)
 
     @unconverted
@@ -284,7 +282,5 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     del arguments["local_layers"]
     tape = DistributedGradientTape(**arguments)
     if local_layers is not None:
-        single = not isinstance(local_layers, list | tuple | set | frozenset)
-        for layer in [local_layers] if single else local_layers:
-            tape.register_local_layer(layer)
+        tape.register_local_layer(local_layers)
     return tape

@@ -128,7 +128,7 @@ class CommHookState:
             name = self._names.setdefault(tensor, f"parameter {len(self._names)}")
             parameters.append(Parameter(name, tuple(tensor.shape), dtype))
         settings, lane = self._engine.settings, self._engine.gradients
-        signature = Signature(describe_exchange(parameters, self._strategy, Reduction(), settings))
+        signature = Signature(describe_exchange(parameters, self._strategy, Reduction()))
         by_strategy: dict[Strategy, list[int]] = {}
         for position, parameter in enumerate(parameters):
             by_strategy.setdefault(self._strategy.choose(parameter), []).append(position)

@@ -204,6 +204,8 @@ class ProcessGroup(_Base):
 
     @counted
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        if isinstance(tensors, torch.Tensor):  # as DDP's join() passes one
+            tensors = [tensors]
         (tensor,) = tensors
         op, factor = _op(opts)
         if tensor.is_sparse:
@@ -449,7 +451,7 @@ def _check_parts(part: Any, whole: Any, sizes: Sequence[int], rank: int, what: s
 
 def _op(opts: Any) -> tuple[ReduceOp, float]:
     """Return a reduction, and the factor before it."""
-    op = _Kind.SUM if opts is None else opts.reduceOp
+    op = _Kind.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)
     return _OPS[kind], float(op.__getstate__()[1]) if kind == _Kind.PREMUL_SUM else 1.0
 

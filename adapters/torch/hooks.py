@@ -52,10 +52,10 @@ _hooks = WeakTensorKeyDictionary()
 class BucketHooks:
     """The gradients of one bucket that have arrived in the current step, and their hooks.
 
-    The small ones have no hooks, but for the first and the last that arrive: a hook in Python takes
+    Of the small ones, only the first and the last to arrive have hooks: a hook in Python takes
     several times as long as the exchange of a small gradient, and evicts the backward pass from the
-    processor's caches. They are found in ``grad`` when the last hook comes, or at the end of the
-    backward pass. On a device they have a short hook, which records the stream.
+    processor's caches. The others are found in ``grad`` when the last hook comes, or at the end of
+    the backward pass. On a device they have a short hook, which records the stream.
 
     Args:
         members: of the bucket, by number.
@@ -428,9 +428,9 @@ class GradientHooks:
         return [
             f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
             "was being exchanged, and the change would be lost; to clip, call "
-            "optimizer.clip_grad_norm_(max_norm), or torch's functions, which wait for averages; "
-            "before other changes, call optimizer.synchronize(), and then step() inside "
-            "optimizer.skip_synchronize()",
+            "optimizer.clip_grad_norm_(max_norm), or clip_grad_norm_ or clip_grad_value_ of "
+            "torch.nn.utils, which wait for averages; before other changes, call "
+            "optimizer.synchronize(), and then step() inside optimizer.skip_synchronize()",
         ]
 
     def _send_incomplete(self, index: int) -> None:

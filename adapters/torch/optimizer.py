@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -167,8 +168,7 @@ def _names_of(
             f"named_parameters is a {type(named_parameters).__name__}, and must be pairs of a name "
             "and a parameter, such as model.named_parameters()"
         )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
     if twice:
         raise ValueError(f"named_parameters has these names more than once: {', '.join(twice)}")
     unnamed = len(set(own) - {parameter for _, parameter in pairs})

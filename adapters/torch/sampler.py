@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 
 from hvdlite.recipe import Sharding, Stream, batches
@@ -101,6 +108,11 @@ class ShardSampler(Sampler[list[int]]):
         self._batches.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if sys._getframe(1).f_code is BatchSampler.__iter__.__code__:
+            raise TypeError(
+                f"rank {world.rank()}: ShardSampler yields batches, and not samples: pass it to "
+                "the DataLoader as batch_sampler=, without batch_size, shuffle and drop_last"
+            )
         self._batches.trains = torch.is_grad_enabled()
         # A DataLoader cannot collate an empty batch.
         return filter(None, self._batches.requests())

@@ -12,7 +12,7 @@ from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives import describe_allgather, describe_group
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.errors import MismatchError, ranks_text
+from hvdlite.errors import MismatchError, by_value
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import device_array
 from hvdlite.torch.tensors import (
@@ -132,12 +132,10 @@ def _indices(
     """Return all ranks' indices, of shape (sparse axes, entries), if the headers agree."""
     heads = [part[: 3 + int(part[2])].tolist() for part in parts]
     if any(head != heads[0] for head in heads):
-        found: dict[str, list[int]] = {}
-        for rank, head in zip(members, heads, strict=True):
-            found.setdefault(_text(head), []).append(rank)
-        by_rank = [f"{text} on {ranks_text(ranks)}" for text, ranks in found.items()]
+        texts = dict(zip(members, map(_text, heads), strict=True))
         raise MismatchError(
-            f"the ranks submitted different sparse tensors as {name!r}: {'; '.join(by_rank)}; "
+            f"the ranks submitted different sparse tensors as {name!r}: "
+            f"{'; '.join(by_value(texts))}; "
             "submit the same operation with the same shape on all ranks"
         )
     flat = torch.cat([part[len(heads[0]) :] for part in parts])

@@ -162,11 +162,16 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operations have ended, with errors perhaps."""
+        """Return whether the operations have ended, with errors perhaps; then results are there."""
         for handle in self.handles:
             if isinstance(handle, Handle) and (driver := handle.driver) is not None:
                 driver.take_over()
-        return all(handle.done() for handle in self.handles)
+        if not all(handle.done() for handle in self.handles):
+            return False
+        if self._settle is not None:
+            with contextlib.suppress(HorovodInternalError):  # which `wait` raises again
+                self.wait()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

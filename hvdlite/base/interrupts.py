@@ -1,11 +1,11 @@
 """Deferred signal handlers: they wait while the main thread must not be interrupted.
 
 Python runs a handler in the main thread between any two bytecodes, also while that thread runs a
-round of a lane, and an exception from there would leave the round half done. Python has no way to
-block handlers. So every handler gets a `_Handler` around it, which looks at the stack: inside a
-function that is marked as `uninterrupted` the signal is only noted. Its handler runs as soon as
-the main thread has left that function, or a wait in it, which raises `Interrupted`. The cost for a
-call is one check of `deferred`, which is nearly always empty.
+round of a lane, and an exception from there would leave the round half done. To block signals does
+not help: a handler whose signal came before still runs. So every handler gets a `_Handler` around
+it, which looks at the stack: inside a function that is marked as `uninterrupted` the signal is only
+noted. Its handler runs as soon as the main thread has left that function, or a wait in it, which
+raises `Interrupted`. The cost for a call is one check of `deferred`, which is nearly always empty.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
     """Resolve Horovod's two ways to name a reduction; neither means Average.
 
     Raises:
-        ValueError: both are given, or ``op`` is not one of the six.
+        ValueError: both are given, or ``op`` is not one of them.
     """
     if average is not None:
         if op is not None:

@@ -87,17 +87,16 @@ class Settings:
     #: Exchange buckets during the backward pass: "1", "0", or "auto": if a rank has a core to spare
     #: for it or waits for a network.
     overlap: str = _setting("auto", _parse_overlap, "0, 1 or auto")
-    #: Milliseconds in which operations come together before hvdlite's thread runs them; none, where
-    #: a thread of the program waits for one of them.
+    #: Milliseconds in which operations come together before hvdlite's thread runs them; there is
+    #: no delay where a thread of the program waits for a result.
     cycle_time: float = _number(1.0, "a number of milliseconds, 0 to 1000", 1000)
     #: Named calls that are kept ready for the next time; 0: none.
     cache_capacity: int = _number(1024, "a number of calls, 0 or more")
     #: The reaction to weights or optimizers that differ between ranks, which compare them with the
-    #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off": they
-    #: do not compare them, nor whether they train on the same data.
+    #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off", which
+    #: also leaves out the warning about ranks that train on the same data.
     check_ranks: str = _choice("error", "error, warn, off")
-    #: Exchanges after which they compare all of them at once again, and again after as many; 0:
-    #: never.
+    #: Exchanges after which they compare all weights at once again, every time; 0: never.
     check_ranks_every: int = _number(0, "a number of exchanges, or 0 for never")
     #: Averages of gradients that are NaN or infinite: "pass": they are passed on; "raise": all
     #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": a
@@ -159,6 +158,7 @@ SAME_EVERYWHERE = (
     "device_transport",
     "force_local_size",
     "fusion_threshold",
+    "first_bucket_size",
     "check_ranks",
     "check_ranks_every",
 )

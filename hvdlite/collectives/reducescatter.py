@@ -63,13 +63,16 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     *,
+    compression: Strategy = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `reducescatter` and return a handle; do not touch the array until it is done."""
     return runtime.engine(process_set).submit(
         "reducescatter",
         name,
-        lambda name: describe_reducescatter(array, name, op, prescale_factor, postscale_factor),
+        lambda name: describe_reducescatter(
+            array, name, op, prescale_factor, postscale_factor, compression
+        ),
     )
 
 

@@ -1,8 +1,9 @@
 """Agreement: decide which operations run next where the ranks' queues differ.
 
-`decide` gets the same data on every rank, all ranks' descriptions of what they have pending, so the
-outcome is the same on each. An operation that only ranks lack that have joined runs, with zeros in
-their place (``collectives/join.py``).
+It is used only where the digests of a round differ (``rounds.py``). `decide` gets the same data on
+every rank, all ranks' descriptions of what they have pending, so the outcome is the same on each.
+If every rank that lacks an operation has joined, it runs, and zeros stand in for their data
+(``collectives/join.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import combinations
 
 from hvdlite.engine.calls import Place, Report, where_they_part
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import ranks_text
+from hvdlite.errors import by_value, ranks_text
 
 #: The likely causes where ranks wait for others that do something else.
 LIKELY = (
@@ -23,6 +24,8 @@ LIKELY = (
     "by its own metric), branch by a value of its own, or have a parameter that others lack: "
     "average what decides (hvd.allreduce), or use hvd.lockstep() or hvd.join()"
 )
+#: Where such a wait has no end.
+BOUND = "; HVDLITE_STALL_SHUTDOWN_TIME_SECONDS=600 would make such a wait an error"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Pending:
     waited: float = 0.0  # the seconds since the oldest of them was submitted
     last: str = ""  # the operation of this lane that has ended last; empty: none has
     steps: int = 0  # the optimizer's steps that it has made
+    limit: float = math.inf  # the seconds that it lets an operation wait
 
 
 @dataclass
@@ -83,16 +87,17 @@ class Decision:
     astray: str = ""
 
 
-def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> Decision:
+def decide(pending: Mapping[int, Pending]) -> Decision:
     """Sort the operations of all ranks into what can run, what cannot, and what waits.
+
+    After the shortest limit of any rank, an operation that is still missing somewhere fails where
+    it was submitted, together with all that have waited half as long, also in other lanes: if one
+    of two ranks that wait for each other went on, the other would wait forever.
 
     Args:
         pending: By member, ascending; every rank passes the same.
-        give_up_after: Seconds after which an operation that is still missing somewhere
-            fails where it was submitted, together with all that have waited half as long, also in
-            other lanes: if one of two ranks that wait for each other went on, the other would
-            wait forever.
     """
+    give_up_after = min(each.limit for each in pending.values())
     tables = {
         rank: {entry.key: entry for entry in each.descriptions} for rank, each in pending.items()
     }
@@ -309,7 +314,7 @@ def places_text(places: Mapping[int, Place]) -> str:
     shown = {rank: place.lines[depth : depth + 1] for rank, place in places.items()}
     has_columns = len({str(line) for lines in shown.values() for line in lines}) == 1 and parts
     threads = len({place.thread for place in places.values()}) > 1
-    ranks: dict[str, list[int]] = defaultdict(list)
+    texts = {}
     for rank, place in places.items():
         text = str(place.lines[0]) if place.lines else "no line of the program"
         if depth and shown[rank]:
@@ -319,8 +324,8 @@ def places_text(places: Mapping[int, Place]) -> str:
             text += f" (column {column + 1})"
         if threads:
             text += f" (thread {place.thread or 'main'})"
-        ranks[text].append(rank)
-    return " and ".join(f"{text} on {ranks_text(each)}" for text, each in ranks.items())
+        texts[rank] = text
+    return " and ".join(by_value(texts))
 
 
 def parted_text(calls: Mapping[int, Report]) -> str:
@@ -364,9 +369,14 @@ def explain(
     """Describe the first difference between the ranks' submissions, by rank, under one name."""
     what, found = find_difference(signatures)
     where = f", called without a name at {places_text(places)}" if places else ""
+    if all(signature.prefix for signature in signatures.values()):
+        return (
+            f"the ranks disagree on {name!r}{where}: {what} is {found}; "
+            "every rank must submit the same operation under one name"
+        )
     return (
         f"the ranks disagree on {name!r}{where}: {what} is {found}; "
-        "every rank must submit the same operation under one name"
+        "all ranks have to train the same model, by the same optimizer and steps"
     )
 
 
@@ -380,14 +390,12 @@ def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
         }
         if len(set(map(repr, fields.values()))) > 1:
             break
-    groups: dict[str, list[int]] = {}
-    labels = {label for label, _ in fields.values()}
-    for rank, (label, value) in fields.items():
-        text = str(value) if len(labels) == 1 else f"{label} {value}".strip()
-        groups.setdefault(text, []).append(rank)
-    what = fields[reference_rank][0] if len(labels) == 1 else "it"
-    found = ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
-    return what, found
+    is_one = len({label for label, _ in fields.values()}) == 1
+    texts = {
+        rank: str(value) if is_one else f"{label} {value}".strip()
+        for rank, (label, value) in fields.items()
+    }
+    return fields[reference_rank][0] if is_one else "what follows", ", ".join(by_value(texts))
 
 
 def report_missing(missing: Mapping[str, Sequence[int]], limit: int = 8) -> str:

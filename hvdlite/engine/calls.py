@@ -139,9 +139,9 @@ class Call(str):
 class Calls:
     """The unnamed calls of one engine.
 
-    Where ranks call from different places, the place of the lowest rank counts on the others, too,
-    from then on, so that they agree as quickly as if it were one. That holds for this rank's place,
-    not for other ranks': where calls cross, the places of a pair are exchanged, and differ.
+    Where ranks call from different places, all use the lowest rank's place in their digests from
+    then on, so that they agree as quickly as if it were one. It replaces this rank's own place
+    alone: where calls cross, the places of a pair are exchanged, and still differ.
 
     Attributes:
         counts: How many there have been of each kind, as the ranks number them.
@@ -200,7 +200,8 @@ class Calls:
         lowest = reports[min(reports)].agreed
         if len(set(places.values())) == 1 or own == lowest:
             self._agreed.pop(own, None)
-        # A place that another one stands for stands for none: what crosses would look alike.
+        # A place that is replaced by another one replaces none itself: otherwise two calls that
+        # cross would look alike.
         elif own not in self._agreed.values() and lowest not in self._agreed:
             self._agreed[own] = lowest
         call.agreed = self._agreed.get(own, own)

@@ -115,7 +115,8 @@ class Operation(ABC):
     def sign(self, signature: Signature) -> None:
         """Replace the signature by one that begins with the same kind."""
         self.signature = signature
-        self.key, self._digest = signature.known.get(self.name) or self._remember()
+        known = signature.known.get(self.name) if isinstance(self.name, str) else None
+        self.key, self._digest = known or self._remember()
 
     def extents(self) -> Sequence[Extent]:
         """Return the caller's memory that it uses, and that no other operation may write."""

@@ -160,7 +160,7 @@ class ProcessSets:
 
     @property
     def added(self) -> list[ProcessSet]:
-        """The process sets that all ranks have registered but that of all ranks, oldest first."""
+        """The process sets that all ranks have registered, but the global one, oldest first."""
         return [process_set for number, process_set in sorted(self._sets.items()) if number > 0]
 
     def find(self, process_set_id: int) -> ProcessSet:
@@ -183,13 +183,14 @@ class ProcessSets:
         own = pickle.dumps((ids, process_set.comm is None))
         signature = Signature((("the operation", "add_process_set"),))
         gather = Gather(self._global.unnamed("add_process_set"), signature, own)
+        gather.stands_in = False  # a rank that has joined does not know the set
         given = [*map(pickle.loads, self._global.named.run(gather))]
         parts = dict.fromkeys(part for part, _ in given)
         # Communicators may divide the ranks, each of which knows the set that it is in. Lists may
         # not, also where the members give a communicator, which the others lack.
         if len(parts) > 1 and any(is_list for _, is_list in given):
             self._agree("add_process_set", ("the ranks of the process set", ids))
-        for other in self._sets.values():
+        for other in (global_process_set, *self.added):  # those that all ranks know
             if any(other.ranks == self._whole.numbers(part) for part in parts):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
         for part in parts:

@@ -25,7 +25,8 @@ class Queue:
         rank: This rank's id, which messages name.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
-        asked: Whether this rank, if it has no operation, reports what it does elsewhere.
+        asked: Whether this rank takes part in a round without an operation, and reports what it
+            waits for in other lanes.
         last: The name of the operation that ended last.
         gave_up: When an operation has ended because others did not submit it, and its title.
     """
@@ -138,12 +139,15 @@ class Queue:
                     operation.restore()
                 operation.go_on(members)
 
-    def report(self, elsewhere: Sequence[str] = (), waited: float = 0.0) -> Pending:
+    def report(
+        self, elsewhere: Sequence[str] = (), waited: float = 0.0, limit: float = math.inf
+    ) -> Pending:
         """Return what the other ranks need to know for a decision.
 
         Args:
             elsewhere: The titles of operations for which this rank waits in other lanes.
             waited: The seconds since the oldest of them was submitted.
+            limit: The seconds that this rank lets an operation wait.
         """
         now = time.monotonic()
         with self.lock:
@@ -164,7 +168,7 @@ class Queue:
                 for operation in self.operations.values()
             )
             joined = any(operation.joins for operation in self.operations.values())
-            done = tuple(elsewhere), waited, self.last, status.steps()
+            done = tuple(elsewhere), waited, self.last, status.steps(), limit
             return Pending(descriptions, self.closing, joined, *done)
 
     def has_changed(self) -> bool:

@@ -152,11 +152,11 @@ class Rounds:
             observe("delivered", self._lane.name)
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
-        report = self._queue.report(*self._lane.elsewhere())
+        limit = self._lane.settings.stall_shutdown_time_seconds or math.inf
+        report = self._queue.report(*self._lane.elsewhere(), limit)
         messages = self._lane.transport.gather(pickle.dumps(report))
         pending = self._by_member([pickle.loads(message) for message in messages])
-        limit = self._lane.settings.stall_shutdown_time_seconds or math.inf
-        return agreement.decide(pending, give_up_after=limit), pending
+        return agreement.decide(pending), pending
 
     def _by_member(self, values: Sequence[Any]) -> dict[int, Any]:
         return dict(zip(self._lane.transport.members, values, strict=False))
@@ -330,12 +330,13 @@ class Rounds:
             self._has_gone_astray |= is_first
             self._next_report = waited + interval
             _log.warning(
-                "rank %d: waited %.0f s for %s%s; %s",
+                "rank %d: waited %.0f s for %s%s; %s%s",
                 self._queue.rank,
                 waited,
                 agreement.report_missing(decision.missing),
                 decision.astray and f"; {decision.astray}",
                 agreement.LIKELY,
+                "" if self._lane.settings.stall_shutdown_time_seconds else agreement.BOUND,
             )
 
 

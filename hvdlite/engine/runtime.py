@@ -33,6 +33,8 @@ _run = Run("", 0)
 _lost: tuple[int, int] | None = None
 # Held by the thread that starts or ends a world.
 _one_by_one = threading.RLock()
+# Held by a thread that enters a world, or leaves it: the lanes go on meanwhile.
+_entering = threading.RLock()
 
 
 def engine(process_set: ProcessSet | None = None) -> Engine:
@@ -173,8 +175,10 @@ def start(
     if not launchers.take_place(parent, values.check_launcher):
         values = dataclasses.replace(values, elastic=False, spares=0, timeline="")
     status.note(protocol.JOINING, time.monotonic_ns())
-    MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
-    status.note(protocol.JOINING, 0)
+    try:
+        MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    finally:
+        status.note(protocol.JOINING, 0)
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
@@ -230,10 +234,11 @@ def start(
 
 def _enter(whole: world.World) -> None:
     """Go on in a world of fewer ranks, with new numbers."""
-    if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
-        world.enter(whole)
-    if _sets is not None:
-        _sets.follow(whole)
+    with _entering:
+        if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
+            world.enter(whole)
+        if _sets is not None:
+            _sets.follow(whole)
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -264,9 +269,10 @@ def leave_world() -> bool:
             # For hvdliterun, which names this rank if it ends with an error: the others, which may
             # fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
             status.note(protocol.LEAVING, time.monotonic_ns())
-            _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
-            _engine = _sets = None
-            world.enter(None)
+            with _entering:
+                _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
+                _engine = _sets = None
+                world.enter(None)
         if _ending is None:
             return False
         ending, rank, limit = _ending
@@ -287,9 +293,9 @@ def leave_world() -> bool:
 
 
 def _unlock() -> None:
-    """Let a forked child start a world: it lacks the thread that may hold the lock."""
-    global _one_by_one
-    _one_by_one = threading.RLock()
+    """Let a forked child start a world: it lacks the threads that may hold the locks."""
+    global _one_by_one, _entering
+    _one_by_one, _entering = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)
@@ -369,5 +375,6 @@ def _job_rank() -> failures.JobRank | None:
     if world.is_child:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
-    is_elastic = _engine is not None and _engine.supervisor.survives
+    engine = _engine  # which another thread may end meanwhile
+    is_elastic = engine is not None and engine.supervisor.survives
     return failures.JobRank(rank, size, _run.job, is_elastic) if size > 1 else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hvdlite.base.interrupts import Interrupted, deferred, is_due, run_overdue
 from hvdlite.base.settings import Settings
-from hvdlite.engine.agreement import LIKELY
+from hvdlite.engine.agreement import BOUND, LIKELY
 from hvdlite.errors import HorovodInternalError, ranks_text
 from hvdlite.observe import status
 
@@ -82,11 +82,12 @@ class StallInspector:
             absent = self.absent()
             if absent != []:  # else they have come meanwhile
                 _log.warning(
-                    "waited %.0f s for %s in %s; %s",
+                    "waited %.0f s for %s in %s; %s%s",
                     elapsed,
                     _ranks(absent),
                     self.describe(),
                     LIKELY,
+                    "" if limit else BOUND,
                 )
 
 

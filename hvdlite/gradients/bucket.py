@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -131,9 +130,12 @@ class GradientBucket(Operation):
             self.arrays.copy_zero_copy_parts()
             replica = snapshot.with_gradients(self.arrays.send)
         if not self._has_result:
-            with contextlib.suppress(OSError):  # of a closed lane, which says so itself
+            try:
                 self.arrays.allocate_result()
                 self._has_result = True
+            except OSError as error:
+                if error.errno is not None:  # else of a closed lane, which says so itself
+                    self.failure = f"{self.title} failed: {error}"
         self.places = None
         if self.is_plain and self._has_result:
             self.places = self.arrays.send, self.arrays.result

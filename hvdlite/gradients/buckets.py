@@ -103,7 +103,7 @@ class GradientBuckets:
         self._entries = (
             *also,
             ("device", "cpu" if memory is None else "cuda"),
-            *describe_exchange(self.parameters, strategy, reduction, engine.settings),
+            *describe_exchange(self.parameters, strategy, reduction),
         )
         self._left_out: NotFiniteError | None = None  # why this step is
         self.all: list[GradientBucket] = []

@@ -13,7 +13,7 @@ import numpy as np
 from hvdlite.base.arrays import slice_bounds
 from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import ranks_text
+from hvdlite.errors import by_value, ranks_text
 
 if TYPE_CHECKING:
     from hvdlite.gradients.replicas import ReplicaCheck
@@ -121,7 +121,7 @@ def _first_element(
     absent = "absent", (), 0
     kinds = {rank: each.values.get(label, absent)[0] for rank, each in reports.items()}
     if len(set(kinds.values())) > 1:
-        return label, _by_value(kinds), 0
+        return label, ", ".join(by_value(kinds)), 0
     shape = next(iter(reports.values())).values[label][1]
     start, stop = 0, math.prod(shape)
     while stop - start > 1:
@@ -136,15 +136,8 @@ def _first_element(
     found = {rank: text if is_clear else f"{text} (0x{hex})" for rank, (text, hex) in texts.items()}
     index = [int(each) for each in np.unravel_index(start, shape)]
     what = f"element {index} of {label}" if index else label
-    return what, _by_value(found), start
+    return what, ", ".join(by_value(found)), start
 
 
 def _checksums(label: str, bounds: Sequence[int], check: ReplicaCheck) -> list[int]:
     return check.rotation.checksums(label, bounds)
-
-
-def _by_value(texts: Mapping[int, str]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(text, []).append(rank)
-    return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())

@@ -24,7 +24,7 @@ from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, Handle
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Gather, Signature
-from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
+from hvdlite.errors import HorovodInternalError, MismatchError, by_value
 from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
@@ -70,8 +70,8 @@ class GradientExchange:
     they have.
 
     A sparse gradient is copied as a dense one, or marked and not copied: its owner exchanges it
-    after `finish`, which reports on all ranks which parameters have any. From the next step on
-    these have no slot, and are in ``sparse_parameters``.
+    after `finish`, which reports on all ranks which parameters have any. These lose their slot in
+    the next step, and are in ``sparse_parameters`` from then on.
 
     Args:
         engine, label, parameters, strategy, reduction, memory, state, check: as in
@@ -405,15 +405,15 @@ class GradientExchange:
         if len(different) == 1 or all(kind & DENSE for kind in different):
             return
         members = self.buckets.lane.transport.members
-        by_kind = []
-        for kind in sorted(different):
-            ranks = [members[rank] for rank in np.flatnonzero(kinds == kind).tolist()]
-            text = "dense" if kind & DENSE else f"sparse in {kind // 2} of its axes"
-            by_kind.append(f"{text} on {ranks_text(ranks)}")
+        texts = {
+            rank: "dense" if kind & DENSE else f"sparse in {kind // 2} of its axes"
+            for rank, kind in zip(members, kinds.tolist(), strict=False)
+            if kind != ABSENT
+        }
         raise MismatchError(
             f"the gradient of {self.buckets.parameters[number].name!r} is "
-            f"{' and '.join(by_kind)}; set up the layer identically on all ranks, or wrap the "
-            "optimizer with sparse_as_dense=True"
+            f"{' and '.join(by_value(texts))}; set up the layer identically on all ranks, or wrap "
+            "the optimizer with sparse_as_dense=True"
         )
 
     def _end_step(self) -> None:

@@ -113,10 +113,18 @@ class LocalVariables:
         return bool(self._variables or self._layers)
 
     def add(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
-        """Add variables, and those of a layer or several, which need not be built yet."""
+        """Add variables, and those of a layer or several, which need not be built yet.
+
+        Raises:
+            TypeError: Something else is in the place of a layer.
+        """
         self._variables += variables
         if layers is not None:
-            self._layers += layers if isinstance(layers, (list, tuple, set)) else [layers]
+            is_one = not isinstance(layers, list | tuple | set | frozenset)
+            for layer in [layers] if is_one else layers:
+                if not hasattr(layer, "variables"):
+                    raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
+                self._layers.append(layer)
 
     def others(self, variables: Sequence[Any]) -> list[int]:
         """Return the indices of the variables that are not local."""

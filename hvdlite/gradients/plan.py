@@ -47,9 +47,12 @@ def plan_for(
 
 
 def describe_exchange(
-    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction, settings: Settings
+    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction
 ) -> tuple[tuple[str, Any], ...]:
-    """Return the pairs of a label and a value that must be equal on all ranks."""
+    """Return the pairs of a label and a value that must be equal on all ranks.
+
+    Together with settings that `init` compares, they determine the plan.
+    """
     return (
         ("op", reduction.op.name.capitalize()),
         ("gradient_predivide_factor", reduction.predivide),
@@ -59,9 +62,6 @@ def describe_exchange(
             for number, parameter in enumerate(parameters)
         ),
         ("the number of parameters", len(parameters)),
-        # Together with the parameters these determine the plan.
-        ("HVDLITE_FUSION_THRESHOLD", settings.fusion_threshold),
-        ("HVDLITE_FIRST_BUCKET_SIZE", settings.first_bucket_size),
     )
 
 

@@ -39,8 +39,8 @@ _SAME_ARRAYS = 16
 DEVICE_STRIDE = 16
 _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
-# digests of the options and of the arrays; the checksum of gradients.
-_DIGEST = struct.Struct("<?QI8s8s4s")
+# digests of the options and of the arrays; the checksums of gradients and of the data's division.
+_DIGEST = struct.Struct("<?QI8s8s8s")
 DIGEST_SIZE = _DIGEST.size
 
 _CLASS = "the optimizer's class"
@@ -122,8 +122,8 @@ class ReplicaCheck:
     Ranks compare all they have with their second exchange in a world: some scripts broadcast
     weights after the first step. Afterwards they compare the options each time, and one slice of
     the arrays, so that `ROTATION` exchanges compare everything; and everything at once again every
-    ``HVDLITE_CHECK_RANKS_EVERY``. So they do where they have not taken part in the same exchanges
-    (one had joined, say).
+    ``HVDLITE_CHECK_RANKS_EVERY``, and where they have not taken part in the same number of
+    exchanges, after a join for example.
 
     The arrays must not change from `begin` until the exchange has ended.
 

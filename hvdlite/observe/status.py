@@ -61,6 +61,7 @@ _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
 #: The numbers of steps that have ended, by their optimizer.
 counts: Counter[Hashable] = Counter()
+_last: Hashable = None  # the optimizer that has made the last one
 
 
 def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
@@ -95,16 +96,16 @@ def count_step(key: Hashable) -> None:
     """Count a step that has ended, for the line that names this rank after its death.
 
     Args:
-        key: of an optimizer, the same in every world; the one with the most steps counts.
+        key: of an optimizer, the same in every world.
     """
+    global _last
     counts[key] += 1
-    notes = _notes()
-    notes[protocol.STEP] = max(counts[key], notes[protocol.STEP])
+    _last, _notes()[protocol.STEP] = key, counts[key]
 
 
 def steps() -> int:
-    """Return the number of steps that have ended, of the optimizer that has made the most."""
-    return max(counts.values(), default=0)
+    """Return the number of steps that have ended, of the optimizer that has made the last."""
+    return counts[_last]
 
 
 def note(which: int, number: int) -> None:

@@ -55,9 +55,9 @@ class Batches(Member):
         self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._follows = follows
+        self._fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
         if follows:
-            fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
-            membership.join(self, fields)
+            membership.join(self, self._fields)
 
     def __len__(self) -> int:
         return self.upcoming.steps
@@ -69,6 +69,7 @@ class Batches(Member):
                 numbered = self._numbered(sharding, (epoch, step))
                 # Before the last batch is yielded: a loop that counts steps asks for no other one.
                 self._count(epoch, sharding, step, numbered)
+                self._note(epoch)
             sharding = numbered
             yield take(self._data, sharding.share(batch, sharding.rank))
         self._end(epoch)
@@ -84,6 +85,11 @@ class Batches(Member):
             self._taken = step
             self._is_over = self._is_at_end = step == numbered.steps
 
+    def _note(self, epoch: int) -> None:
+        """Note the division of the data, which ranks compare when they train on it."""
+        if self._follows and self.trains:
+            membership.division = *self._fields, epoch
+
     def _end(self, epoch: int) -> None:
         if self._epoch == epoch:
             self._is_over = self._is_over or not self.sharding.steps  # the rest of it was empty
@@ -98,6 +104,7 @@ class Batches(Member):
         with membership.lock:
             self._asked = max(self._asked, step)
             epoch, _ = self.position()
+            self._note(epoch)
             return epoch, self._numbered(self.upcoming, (epoch, step))
 
     def begin(self, rank: int, size: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base.arrays import as_array, describe
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, MismatchError
 
 _Result = TypeVar("_Result")
 
@@ -44,7 +44,7 @@ def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[s
     Raises:
         ValueError: A rank's weight is negative or not finite, a value is not a scalar, or all
             weights are 0.
-        HorovodInternalError: The ranks have different names.
+        MismatchError: The ranks have different names.
     """
     entries = _entries("average_metrics", metrics, weight)
     total = sum(share for _, share in entries)
@@ -202,7 +202,7 @@ def _entries(
     }
     if missing:
         found = "; ".join(f"{key!r} is missing on ranks {ranks}" for key, ranks in missing.items())
-        raise HorovodInternalError(
+        raise MismatchError(
             f"ranks have different metrics: {found}. Pass the same names on all ranks, "
             "with weight 0 where a rank has no samples"
         )

@@ -6,6 +6,7 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from hvdlite import collectives
@@ -14,8 +15,8 @@ from hvdlite.world import world
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
-# The ``per_node`` of the block of `first` that runs, in which ranks do not meet.
-_running: bool | None = None
+# The ``per_node`` of the block of `first` that runs in this thread, in which ranks do not meet.
+_running: ContextVar[bool | None] = ContextVar("_running", default=None)
 
 
 def on_rank_zero(function: Callable[_P, _Result]) -> Callable[_P, _Result | None]:
@@ -87,11 +88,12 @@ def first(per_node: bool = False) -> Iterator[None]:
         HorovodInternalError: A rank has ended.
         ValueError: It is within a block with another ``per_node``.
     """
-    if _running is not None:
-        if per_node != _running:
+    running = _running.get()
+    if running is not None:
+        if per_node != running:
             raise ValueError(
                 f"rank {world.rank()}: hvd.first(per_node={per_node}) is within a block of "
-                f"hvd.first(per_node={_running}), in which the ranks cannot wait for each other: "
+                f"hvd.first(per_node={running}), in which the ranks cannot wait for each other: "
                 "give both the same, or put one behind the other"
             )
         yield
@@ -122,12 +124,11 @@ def first(per_node: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _block(per_node: bool) -> Iterator[None]:
-    global _running
-    _running = per_node
+    token = _running.set(per_node)
     try:
         yield
     finally:
-        _running = None
+        _running.reset(token)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -81,6 +81,7 @@ def connect_device(
     try:
         version = cuda.nccl_version()
         facts: dict[str, Any] = {
+            "rank": control.members[control.rank],
             "nccl": version,
             "host": _host(),
             "device": cuda.bus_id(device),
@@ -89,7 +90,7 @@ def connect_device(
     except Exception as error:
         facts = {"error": str(error)}
     everywhere = [json.loads(message) for message in control.gather(json.dumps(facts).encode())]
-    for rank, theirs in enumerate(everywhere):
+    for rank, theirs in zip(control.members, everywhere, strict=False):
         if "error" in theirs:
             raise HorovodInternalError(
                 f"rank {rank} cannot use its device: {theirs['error']}; arrays on devices need "

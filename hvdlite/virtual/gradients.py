@@ -175,7 +175,7 @@ class VirtualExchange(Operation):
         ]
         entries = (
             ("the number of virtual ranks", self.size),
-            *describe_exchange(self.parameters, self.strategy, self.reduction, settings),
+            *describe_exchange(self.parameters, self.strategy, self.reduction),
             ("the buffers", [(b.name, b.shape, b.dtype.name) for b in self.buffers]),
         )
         self.sign(Signature(entries))

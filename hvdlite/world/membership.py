@@ -21,6 +21,10 @@ from hvdlite.world import world
 #: while it advances.
 lock = threading.RLock()
 
+#: What this rank's share of the data depends on of which it has taken samples last: equal on all
+#: ranks. None: nothing has divided the data.
+division: Hashable = None
+
 
 class Member(ABC):
     """An object with a position that all ranks reach, such as a step in the data."""

@@ -752,6 +752,7 @@ def test_arguments_of_a_wrong_kind_are_refused_at_once():
     ones = np.ones(4)
     for call, words in (
         (lambda: hvd.allreduce(ones, name=5), "name=5 is of type int; expected a string"),
+        (lambda: hvd.allreduce(ones, name=["a"]), "is of type list; expected a string"),
         (lambda: hvd.grouped_allreduce([ones], name=5), "name=5 is of type int"),
         (lambda: hvd.allgather(ones, name=5), "name=5 is of type int"),
         (lambda: hvd.broadcast(ones, "0"), "root_rank='0' is of type str; expected an integer"),

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 
 import pytest
 
-from hvdlite.engine import agreement, calls
+from hvdlite.engine import Signature, agreement, calls
 from hvdlite.engine.agreement import (
     Description,
     Pending,
-    explain,
     ranks_text,
     report_missing,
 )
@@ -25,9 +26,11 @@ def report(*names, closing=False, **differently):
     return Pending((*alike, *differently.values()), closing)
 
 
-def decide(reports, members=None, **kwargs):
+def decide(reports, members=None, give_up_after=math.inf):
+    """Decide by reports, of which the last comes from a rank with a limit."""
     members = range(len(reports)) if members is None else members
-    return agreement.decide(dict(zip(members, reports, strict=True)), **kwargs)
+    reports = [*reports[:-1], dataclasses.replace(reports[-1], limit=give_up_after)]
+    return agreement.decide(dict(zip(members, reports, strict=True)))
 
 
 def test_nothing_to_decide():
@@ -229,6 +232,10 @@ def test_they_clash_only_when_all_are_there():
 SIGNATURE = (("the operation", "allreduce"), ("dtype", "float32"), ("shape", (3, 4)))
 
 
+def explain(name, entries):
+    return agreement.explain(name, {rank: Signature(each) for rank, each in entries.items()})
+
+
 def test_explain_names_the_first_difference_and_the_ranks():
     other = (*SIGNATURE[:2], ("shape", (3, 5)))
     text = explain("loss", {0: SIGNATURE, 1: other, 2: SIGNATURE})
@@ -240,7 +247,8 @@ def test_explain_names_the_first_difference_and_the_ranks():
 
 def test_explain_names_every_value():
     signatures = {rank: (("dtype", kind),) for rank, kind in enumerate(["int8", "int16", "int32"])}
-    assert "dtype is int8 on rank 0, int16 on rank 1, int32 on rank 2" in explain("a", signatures)
+    text = explain("a", signatures)
+    assert "dtype is int8 on rank 0, int16 on rank 1, int32 on rank 2; all ranks have to" in text
 
 
 def test_explain_tells_values_apart_that_only_look_different():
@@ -250,7 +258,7 @@ def test_explain_tells_values_apart_that_only_look_different():
 def test_explain_where_the_fields_themselves_differ():
     other = (SIGNATURE[0], ("root_rank", 1))
     text = explain("a", {0: SIGNATURE, 1: other})
-    assert "it is dtype float32 on rank 0, root_rank 1 on rank 1" in text
+    assert "what follows is dtype float32 on rank 0, root_rank 1 on rank 1" in text
 
 
 @pytest.mark.parametrize("longer", [0, 1])

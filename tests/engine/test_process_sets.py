@@ -206,6 +206,27 @@ def test_messages_name_the_ranks_of_the_world():
 
 
 @SEVERAL
+def test_a_rank_that_has_joined_cannot_register_a_set(size):
+    new_world()
+    if hvd.rank() == 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank.* which called join\(\)"):
+            hvd.add_process_set([0])
+    hvd.join()
+    assert hvd.add_process_set([0]).process_set_id == 1
+
+
+@THREE
+def test_a_set_of_its_members_alone_is_unknown_to_the_others():
+    new_world()
+    if hvd.rank() < 2:
+        assert hvd.add_process_set([0, 1], members_only=True).process_set_id == -1
+    same = hvd.add_process_set([0, 1])
+    other = hvd.add_process_set([0, 2])
+    assert (same.process_set_id, other.process_set_id) == (1, 2)
+    assert hvd.remove_process_set(other)
+
+
+@SEVERAL
 def test_removal(size):
     new_world()
     mine, other = halves()

@@ -1,13 +1,14 @@
-"""Ranks that have the same gradients are named once; others are left alone."""
+"""Ranks that have the same gradients, or divide the data differently, are named once."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from hvdlite.gradients.same_data import UNKNOWN, DataCheck, checksum
+from hvdlite.world import membership
 from tests.logs import logged
 
-A, B, C = b"aaaa", b"bbbb", b"cccc"
+A, B, C = b"aaaa----", b"bbbb----", b"cccc----"
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,37 @@ def test_ranks_that_are_the_same_in_three_exchanges(exchanges, told):
     assert all(message.startswith(f"{told} {same}") for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("exchanges", "told"),
+    [
+        ([["a", "b"]] * 3, "rank 0 and rank 1"),
+        ([["a", "b", "a"], ["b", "a", "b"], ["a", "c", "a"]], "ranks 0, 2 and rank 1"),
+        ([["a", "b"], ["a", "a"], ["a", "b"]], None),
+        ([["a", "b"], ["", "b"], ["a", "b"]], None),
+        ([["", ""]] * 3, None),
+        ([["a", "", "a"]] * 3, None),
+        ([["a", "a"]] * 3, None),
+    ],
+)
+def test_ranks_that_divide_their_data_differently_in_three_exchanges(exchanges, told, monkeypatch):
+    gradients = np.ones(3)
+    check = DataCheck()
+    with logged() as messages:
+        for step, each in enumerate(exchanges, 2):
+            found = {}
+            for rank, division in enumerate(each):
+                monkeypatch.setattr(membership, "division", division or None)
+                found[rank] = checksum(gradients * (1 + rank))
+            check.record(found, step, warns=True)
+    assert len(messages) == (told is not None)
+    wanted = f"{told} divide the data differently in steps 2 to 4, so that some samples come twice"
+    assert all(message.startswith(wanted) for message in messages)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int8])
 @pytest.mark.parametrize("size", [0, 1, 1001, 2**20 + 1])
-def test_checksums(dtype, size):
+def test_checksums(dtype, size, monkeypatch):
+    monkeypatch.setattr(membership, "division", None)
     gradients = np.zeros(size, dtype)
     assert checksum(gradients) == UNKNOWN
     seen = {UNKNOWN}

@@ -229,7 +229,9 @@ def test_local_layers_are_not_exchanged():
     for kind, scale in [(kind, scale) for kind in KINDS for scale in (True, False)]:
         start, model, alone, whole = (make_model() for _ in range(4))
         optimizer = hvd.PartialDistributedOptimizer(
-            kind(0.1), local_layers=model.layers[0], scale_local_gradients=scale
+            kind(0.1),
+            local_layers=model.layers[0] if scale else frozenset(model.layers[:1]),
+            scale_local_gradients=scale,
         )
         optimizer.register_local_var(model.layers[1].bias)
         fit(model, optimizer, own(x), own(y), BATCH, graph=scale)

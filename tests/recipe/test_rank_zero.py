@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -130,3 +131,19 @@ def test_both_need_init():
         hvd.on_rank_zero(print)("nobody")
     with pytest.raises(NotInitializedError), hvd.first():
         pass
+
+
+@ranks(1)
+def test_a_block_in_another_thread_is_not_within_one():
+    hvd.init()
+    done = []
+
+    def run():
+        with hvd.first(per_node=True):
+            done.append(True)
+
+    with hvd.first():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert done == [True]

@@ -83,8 +83,8 @@ def test_weights_are_what_the_papers_say(size, number):
 @ranks(1, 2)
 def test_local_steps_count_as_steps(monkeypatch):
     """The launcher names the last one if this rank dies."""
-    counted = memoryview(bytearray(8)).cast("q")
-    monkeypatch.setattr(status, "_steps", counted)
+    counted = memoryview(bytearray(32)).cast("q")
+    monkeypatch.setattr(status, "_notes", lambda: counted)
     steps = make(Schedule.PartialSync(parts=2), label="counted")
     train(steps, Replica(), 3)
     steps.average(ArrayWeights(Replica()))

@@ -253,3 +253,17 @@ def test_ranks_that_train_on_the_same_data_are_told_so(mode):
             step(np.full((5, 4), number + 1, np.float32))
     assert len(messages) == (hvd.rank() == 0)
     assert all("ranks 0, 1 computed the same gradients" in each for each in messages)
+
+
+@ranks(2)
+def test_ranks_whose_datasets_are_shuffled_differently_are_told_so():
+    hvd.init()
+    inputs = np.random.default_rng(3).normal(size=(60, 4)).astype(np.float32)
+    own = tf.data.Dataset.from_tensor_slices(inputs).shuffle(60, seed=hvd.rank() + 1)
+    batches = iter(own.apply(hvd.sharded(5)))
+    step = make_step("eager", make_variables(0))
+    with logged() as messages:
+        for _ in range(6):
+            step(next(batches).numpy())
+    assert len(messages) == (hvd.rank() == 0)
+    assert all("rank 0 and rank 1 divide the data differently" in each for each in messages)

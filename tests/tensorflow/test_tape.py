@@ -475,7 +475,7 @@ def test_partial_tape_of_one_layer_or_none(size):
     layer = keras.layers.Dense(1, kernel_initializer="ones")
     layer.build((None, 1))
     factor = 1.0 + hvd.rank()
-    for layers, expected in ((layer, factor / 2), (None, 1.5), ([], 1.5)):
+    for layers, expected in (({layer}, factor / 2), (layer, factor / 2), (None, 1.5), ([], 1.5)):
         with tf.GradientTape() as tape:
             loss = factor * tf.reduce_sum(layer.kernel)
         tape = hvd.PartialDistributedGradientTape(tape, local_layers=layers)

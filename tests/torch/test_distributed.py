@@ -258,6 +258,11 @@ def test_work_futures_and_coalescing(size):
     works[0].wait()
     assert works[0].is_completed()
     assert torch.equal(works[0].result()[0], sum(every(3)))
+    parts = [torch.zeros(3) for _ in range(size)]
+    gathering = dist.all_gather(parts, own(3), async_op=True)
+    while not gathering.is_completed():
+        time.sleep(1e-3)
+    assert all(map(torch.equal, parts, every(3)))
 
     def call_again(future):
         return dist.all_reduce(own(3), async_op=True).get_future().wait()[0]
@@ -766,6 +771,23 @@ def test_ranks_with_the_hook_compare_their_weights(size):
         with pytest.raises(hvd.MismatchError, match=r"element \[3\] of the weight '0.bias' is "):
             train(model, model.parameters(), steps=8, rank=rank)
     dist.barrier()  # DDP itself cannot go on after an error in a hook
+
+
+@ranks(2)
+@grouped
+def test_join_with_unused_parameters(size):
+    """Where it joins, DDP asks the group itself for an allreduce of one tensor."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    with model.join(divide_by_initial_world_size=False):
+        train(model, model.parameters(), steps=3 + rank, rank=rank)
+    whole = Net()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9)
+    train(whole, (), steps=3, optimizer=optimizer)
+    optimizer.zero_grad()
+    whole(own((4, 8), rank=31)).square().mean().backward()  # the last batch of rank 1
+    optimizer.step()
+    torch.testing.assert_close(weights_of(model), weights_of(whole))
 
 
 @ranks(2)

@@ -375,3 +375,42 @@ def test_ranks_that_train_on_the_same_data_are_told_so(width):
             optimizer.step()
     assert len(messages) == (hvd.rank() == 0)
     assert all("computed the same gradients, to the bit, in steps 2 to 4" in m for m in messages)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("differs", ["seed", "batch_size", "epoch", "nothing"])
+def test_ranks_that_divide_the_data_differently_are_told_so(differs):
+    hvd.init()
+    others = {"seed": 1, "batch_size": 4}
+    changes = {differs: 7} if last_rank() and differs in others else {}
+    sampler = hvd.ShardSampler(96, **{**others, **changes})
+    if differs == "epoch" and last_rank():
+        sampler.set_epoch(3)
+    inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(5))
+    model = make_model()
+    optimizer = wrap(model)
+    batches = iter(sampler)
+    with logged() as messages:
+        if hvd.rank() == 0:
+            next(iter(hvd.ShardSampler(30, 2)))  # a look at other data
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(inputs[next(batches)]).square().mean().backward()
+            optimizer.step()
+    assert len(messages) == (hvd.rank() == 0 and differs != "nothing")
+    others = "rank 0" if hvd.size() == 2 else "ranks 0, 1"
+    said = f"{others} and rank {hvd.size() - 1} divide the data differently in steps 2 to 4"
+    assert all(said in message for message in messages)
+
+
+@ranks(1)
+def test_a_sampler_of_batches_in_the_place_of_one_of_samples():
+    hvd.init()
+    dataset = torch.utils.data.TensorDataset(torch.arange(12.0))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=3, sampler=hvd.ShardSampler(12, 3))
+    with pytest.raises(TypeError, match="pass it to the DataLoader as batch_sampler="):
+        next(iter(loader))
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=hvd.ShardSampler(12, 3))
+    assert [len(batch) for (batch,) in loader] == [3, 3, 3, 3]
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, sampler=hvd.ShardSampler(12, 3))
+    assert [len(batch) for (batch,) in loader] == [3, 3, 3, 3]

@@ -225,13 +225,10 @@ def _window(record: Record) -> tuple[int, int, str]:
     centre = int(np.searchsorted(times, ends[longest]))
     begin = min(max(centre - _MOST_INTERVALS // 2, 0), len(times) - _MOST_INTERVALS)
     first, last = int(times[begin]), int(times[begin + _MOST_INTERVALS - 1])
-    steps = np.flatnonzero((ends > first) & (ends <= last))
-    return (
-        first,
-        last,
-        f"Steps {steps[0] + 1} to {steps[-1] + 1} of {len(ends)}, around the longest step, "
-        f"{longest + 1}: the page has no room for all.",
-    )
+    steps = np.flatnonzero((ends > first) & (ends <= last)) + 1
+    shown = f"Steps {steps[0]} to {steps[-1]}" if len(steps) else "A part"
+    where = f"of {len(ends)}, around the longest step, {longest + 1}"
+    return first, last, f"{shown} {where}: the page has no room for all."
 
 
 def _ranks(record: Record, first: int, last: int) -> list[Any]:

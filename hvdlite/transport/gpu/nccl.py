@@ -240,21 +240,21 @@ def find_objection(facts: Sequence[dict[str, Any]]) -> str | None:
     Args:
         facts: what `hvdlite.transport.registry.connect_device` knows of all ranks, by rank.
     """
-    versions = [each["nccl"] for each in facts]
+    versions, ranks = [each["nccl"] for each in facts], [each["rank"] for each in facts]
     if 0 in versions:
         return (
-            f"rank {versions.index(0)} has no NCCL that cupy can load; install nvidia-nccl-cu13 "
-            "(or -cu12), 2.10 or later, on all hosts"
+            f"rank {ranks[versions.index(0)]} has no NCCL that cupy can load; install "
+            "nvidia-nccl-cu13 (or -cu12), 2.10 or later, on all hosts"
         )
-    for rank, version in enumerate(versions):
+    for rank, version in zip(ranks, versions, strict=True):
         if version != versions[0]:
             return (
-                f"rank {rank} has NCCL {version}, rank 0 has {versions[0]}; install the same "
-                "version on all hosts"
+                f"rank {rank} has NCCL {version}, rank {ranks[0]} has {versions[0]}; install the "
+                "same version on all hosts"
             )
     places = [(each["host"], each["device"]) for each in facts]
-    for rank, place in enumerate(places):
-        first = places.index(place)
+    for rank, place in zip(ranks, places, strict=True):
+        first = ranks[places.index(place)]
         if first != rank and not all(each["sharing"] for each in facts):
             return (
                 f"ranks {first} and {rank} share device {place[1]}; call hvd.pin_device() "
@@ -293,7 +293,7 @@ def join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
         except Exception as error:
             failure = f"NCCL could not connect: {error} (NCCL_DEBUG=INFO tells more)"
     failures = [message.decode() for message in control.gather(failure.encode())]
-    for rank, text in enumerate(failures):
+    for rank, text in zip(control.members, failures, strict=False):
         if text:
             if communicator is not None:
                 communicator.abort()

@@ -261,7 +261,7 @@ class Barrier:
         if elapsed >= _CHECK_SECONDS and not slot.peer.is_running():
             return (
                 f"rank {slot.rank} (process {slot.peer.pid}) has died while this rank waits for "
-                "it; see its output and the system's log for what killed it"
+                "it; see its output for an error, or else the system's log for what killed it"
             )
         return None
 

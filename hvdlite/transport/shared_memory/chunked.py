@@ -44,8 +44,8 @@ class Chunk(NamedTuple):
 def cut(sends: Sequence[Any], results: Sequence[Any], room: int) -> list[Chunk]:
     """Cut arrays into chunks of at most ``room`` elements.
 
-    Arrays that fit a chunk together share it. So the first chunk of a list begins with that of any
-    list which it begins with.
+    Arrays that fit a chunk together share it. So if one list of arrays is the beginning of another
+    one, the first chunk of the longer list begins with that of the shorter.
     """
     chunks: list[Chunk] = []
     first, size = 0, 0

@@ -215,6 +215,7 @@ class Peer:
         self.pid = pid
         self._number, self._inode = key
         self._regions: dict[int, Any] = {}  # by offset in the file
+        self._began = self._read()[1]
 
     def view(self, offset: int, size: int, dtype: np.dtype[Any]) -> Any:
         """View one of its arrays.
@@ -232,12 +233,18 @@ class Peer:
 
     def is_running(self) -> bool:
         """Return whether the process still exists, running or stopped."""
+        state, began = self._read()
+        return state not in (b"", b"Z", b"X") and began == self._began  # else another has its id
+
+    def _read(self) -> tuple[bytes, bytes]:
+        """Return the state of the process, and when it began; empty: there is none."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
-                # The state follows the name, which is in parentheses and may have more of them.
-                return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+                # They follow the name, which is in parentheses and may have more of them.
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:
-            return False
+            return b"", b""
+        return fields[0], fields[19]
 
     def _open(self, first: int, nbytes: int) -> Any:
         file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)

@@ -263,8 +263,8 @@ class SharedMemoryTransport(Transport):
     def _load(self, arrays: Sequence[Any]) -> int:
         """Write the first chunk of some arrays for the next generation, and return its number.
 
-        Other ranks may load more arrays, or fewer. Those that all have are the first of each, and
-        lie in the same place.
+        Other ranks may load more arrays, or fewer. The arrays that all ranks have come first, and
+        lie at the same offsets.
         """
         following, first = self.barrier.last + 1, arrays[0]
         if len(arrays) == 1 and self._is_small(first.nbytes):

@@ -395,6 +395,11 @@ class TestOutput:
         assert 240 < int(found[1]) < 260 < 340 < int(found[2]) < 360
         assert len(page) < 200_000
 
+    def test_a_step_that_is_longer_than_the_page(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(command, "_MOST_INTERVALS", 1)
+        page, _ = documents(straggler(6).write(tmp_path), tmp_path, capsys)
+        assert "A part of 6, around the longest step, " in page
+
 
 SCRIPT = f"""
 import time

@@ -443,6 +443,13 @@ class TestIsRunning:
             end(child)
         assert not peer.is_running()
 
+    def test_another_process_with_its_id(self, monkeypatch):
+        child, _ = child_process("print()")
+        peer = Peer(child.pid, (0, 0))
+        end(child)
+        monkeypatch.setattr(peer, "pid", os.getpid())
+        assert not peer.is_running()
+
     def test_a_name_with_parentheses_and_spaces(self):
         child, _ = child_process(
             "open('/proc/self/comm', 'w').write(') Z (x) Z'); print(flush=True)"
