@@ -30,10 +30,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1963, "collectives"),
     "gradients": (7, 3289, "gradients"),
-    "recipe": (7, 2423, "recipe"),
+    "recipe": (7, 2426, "recipe"),
     "torch": (8, 6121, "torch"),
     "tensorflow": (8, 2922, "tensorflow"),
-    "keras": (9, 2310, "keras tensorflow.keras"),
+    "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2537,

@@ -16,7 +16,6 @@ from hvdlite import collectives
 from hvdlite.base import files
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
-from hvdlite.errors import MismatchError
 from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
@@ -138,30 +137,32 @@ class BroadcastGlobalVariablesCallback:
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Warn after the first epoch if each rank has trained by itself, or a part of the model."""
         steps, self._steps = self._steps, None
-        if steps is not None and self._are_shared:
-            self._compare_weights()
+        apart = self._find_apart() if steps is not None and self._are_shared else []
         optimizer = getattr(self.model, "optimizer", None)
         is_alone = steps == status.counts.total() and distributed_part(optimizer) is None
-        if is_alone and world.size() > 1 and world.rank() == 0:
+        if world.size() == 1 or world.rank() != 0:
+            return
+        if is_alone:
             _log.warning(
                 "each rank trains by itself: in this epoch there was no exchange of gradients, and "
                 f"the model's {type(optimizer).__name__} is no DistributedOptimizer. A model that "
                 "Keras has loaded from a file has none: load it by hvd.load_model(path), or call "
                 "hvd.DistributedOptimizer(model.optimizer)"
             )
+        elif apart:
+            _log.warning(
+                f"after an epoch {len(apart)} of the model's trainable weights differ between "
+                f"ranks, the first {apart[0]!r}: what updates them exchanges nothing: call "
+                "hvd.DistributedOptimizer for each optimizer of the model (weights that are each "
+                "rank's own are local_variables= of the callback that broadcasts)"
+            )
 
-    def _compare_weights(self) -> None:
+    def _find_apart(self) -> list[str]:
+        """Return the trainable weights that differ between ranks; collective."""
         weights = self._shared(self.model.trainable_weights)
         sums = {getattr(w, "path", w.name): zlib.crc32(to_array(w).tobytes()) for w in weights}
-        try:
-            collectives.agree_on("the checksums of weights after an epoch", sums)
-        except MismatchError as error:
-            if world.rank() == 0:
-                _log.warning(
-                    f"{error}; what updates them exchanges nothing: call hvd.DistributedOptimizer "
-                    "for each optimizer of the model (weights that are each rank's own are "
-                    "local_variables= of the callback that broadcasts)"
-                )
+        everywhere = collectives.allgather_object(sums, "weights after an epoch")
+        return [name for name in sums if len({each.get(name) for each in everywhere}) > 1]
 
     def _broadcast_weights(self, weights: list[Any]) -> None:
         compare_adapted(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -88,7 +89,9 @@ class Batches(Member):
     def _note(self, epoch: int) -> None:
         """Note the division of the data, which ranks compare when they train on it."""
         if self._follows and self.trains:
-            membership.division = *self._fields, epoch
+            # A thread that reads ahead may have begun the next epoch, on some ranks.
+            is_main = threading.current_thread() is threading.main_thread()
+            membership.division = *self._fields, epoch if is_main else None
 
     def _end(self, epoch: int) -> None:
         if self._epoch == epoch:
