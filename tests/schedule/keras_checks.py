@@ -178,6 +178,15 @@ def test_what_schedules_refuse():
         fit(model, scaling(wrap(sgd())), *map(own, data()), BATCH)
 
 
+def test_scales_of_float8_are_refused():
+    model = make_model()
+    for layer in model.layers:
+        layer.quantize("float8")
+    local = hvd.DistributedOptimizer(sgd(), schedule=hvd.Schedule.LocalSGD(every=2))
+    with pytest.raises(ValueError, match="quantized to float8"):
+        fit(model, local, *map(own, data()), BATCH, graph=True)
+
+
 def test_replicas_may_differ():
     optimizer = hvd.DistributedOptimizer(sgd(), schedule=hvd.Schedule.LocalSGD(every=4))
     model = make_model(seed=hvd.rank())
