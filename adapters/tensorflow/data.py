@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.world import membership, parts, world
 
 _SEEDS = 2**31 - 1  # to which TensorFlow reduces a seed
-_divisions: list[Any] = []  # of all datasets, in the order in which they were made
+_divided = 0  # the checksum of what `sharded` was applied to, in the order of the calls
 
 
 def shard(
@@ -140,8 +141,9 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         parts.current.refuse("hvd.sharded", "give hvd.shard arrays")
         seeds = _seeds_of_shuffles(dataset) if world.size() > 1 else []
         samples = int(dataset.cardinality())
-        _divisions.append((samples, batch_size, *seeds))
-        membership.division = tuple(_divisions)
+        global _divided
+        _divided = zlib.crc32(repr((samples, batch_size, *seeds)).encode(), _divided)
+        membership.division = _divided
         if samples < 0:
             return _by_turns(dataset, batch_size)
         sharding = Sharding(samples, batch_size, shuffle=False)

@@ -33,8 +33,6 @@ _run = Run("", 0)
 _lost: tuple[int, int] | None = None
 # Held by the thread that starts or ends a world.
 _one_by_one = threading.RLock()
-# Held by a thread that enters a world, or leaves it: the lanes go on meanwhile.
-_entering = threading.RLock()
 
 
 def engine(process_set: ProcessSet | None = None) -> Engine:
@@ -234,11 +232,12 @@ def start(
 
 def _enter(whole: world.World) -> None:
     """Go on in a world of fewer ranks, with new numbers."""
-    with _entering:
-        if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
-            world.enter(whole)
-        if _sets is not None:
-            _sets.follow(whole)
+    if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
+        world.enter(whole)
+    if _ending is not None:  # it has begun since
+        world.enter(None)
+    if (sets := _sets) is not None:
+        sets.follow(whole)
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -269,10 +268,9 @@ def leave_world() -> bool:
             # For hvdliterun, which names this rank if it ends with an error: the others, which may
             # fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
             status.note(protocol.LEAVING, time.monotonic_ns())
-            with _entering:
-                _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
-                _engine = _sets = None
-                world.enter(None)
+            _ending = _sets, _engine.rank, _engine.settings.shutdown_timeout_seconds
+            _engine = _sets = None
+            world.enter(None)
         if _ending is None:
             return False
         ending, rank, limit = _ending
@@ -293,9 +291,9 @@ def leave_world() -> bool:
 
 
 def _unlock() -> None:
-    """Let a forked child start a world: it lacks the threads that may hold the locks."""
-    global _one_by_one, _entering
-    _one_by_one, _entering = threading.RLock(), threading.RLock()
+    """Let a forked child start a world: it lacks the thread that may hold the lock."""
+    global _one_by_one
+    _one_by_one = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)

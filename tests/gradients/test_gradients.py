@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import random
 import time
 from types import SimpleNamespace
@@ -289,6 +290,26 @@ class TestMistakes:
                 made.finish()
             assert submitted[0].done()
             assert not made.in_flight
+        mark_all(made, 2)
+        assert all(made.finish())
+        check(made, 2)
+
+    @ranks(2, 3)
+    def test_memory_that_runs_out_for_the_result_of_a_bucket(self, monkeypatch):
+        hvd.init()
+        made = exchange("model", model())
+        mark_all(made, 0)
+        made.finish()
+
+        def refuse():
+            raise OSError(errno.ENOMEM, "out of memory")
+
+        with monkeypatch.context() as patch:
+            if hvd.rank() == 1:
+                patch.setattr(made.buckets.all[0].arrays, "allocate_result", refuse)
+            mark_all(made, 1)
+            with pytest.raises(hvd.HorovodInternalError, match=r"rank 1: .*out of memory"):
+                made.finish()
         mark_all(made, 2)
         assert all(made.finish())
         check(made, 2)
