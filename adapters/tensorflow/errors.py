@@ -141,15 +141,20 @@ def naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         except tf.errors.OpError as error:
             named = named_by(error)
             if named is error:
                 raise
             raise named.with_traceback(error.__traceback__) from None
+        after_graph()
+        return result
 
     return call
 
+
+#: Called after each graph; assign another function.
+after_graph: Callable[[], object] = lambda: None  # noqa: E731
 
 # There is no public hook for the errors of graphs. If a later TensorFlow lacks these methods, they
 # have the class of the code, and the same text.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,13 @@ import tensorflow as tf
 
 from hvdlite import collectives
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.gradients.lone_steps import LoneSteps
 from hvdlite.recipe.variables import broadcast_arrays
+from hvdlite.tensorflow import errors
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.graphs import for_session
-from hvdlite.tensorflow.tensors import engine, like, run, to_tensor, unconverted
-from hvdlite.tensorflow.variables import is_variable, name_of
+from hvdlite.tensorflow.tensors import engine, like, run, to_array, to_tensor, unconverted, value_of
+from hvdlite.tensorflow.variables import is_variable, name_of, read
 from hvdlite.world import world
 
 # The public names of `hvdlite.tensorflow`.
@@ -30,6 +34,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("hvdlite")
+
+_WATCHED = 4
+_lone_steps: LoneSteps | None = None
 
 
 def broadcast_object(
@@ -162,9 +169,41 @@ def broadcast_(
     values = run(spread, tensors, list(map(like, tensors)), process_set)
     assigned = [variable.assign(value) for variable, value in zip(flat, values, strict=True)]
     if not for_session():
+        _watch_training(flat, process_set)
         return values
     with tf.control_dependencies([tf.group(assigned)]):
         return [tf.identity(value) for value in values]
+
+
+def _watch_training(variables: Sequence[Any], process_set: ProcessSet) -> None:
+    """Warn if the graphs that train these variables from now on exchange nothing."""
+    global _lone_steps
+    trained = [each for each in variables if getattr(each, "trainable", False)]
+    if not trained or engine(process_set).size == 1:
+        return
+    # Those of the last layer are among the smallest, and get a gradient in each step.
+    trained.sort(key=lambda each: each.shape.num_elements() or 0)
+    watched = [weakref.ref(value_of(each)) for each in trained[:_WATCHED]]
+    if _lone_steps is not None:
+        _lone_steps.end()
+    _lone_steps = LoneSteps("call hvd.DistributedGradientTape(tape), or DistributedOptimizer")
+    errors.after_graph = partial(_count_change, _lone_steps, watched, [])
+
+
+def _count_change(
+    steps: LoneSteps, watched: Sequence[Callable[[], tf.Variable | None]], last: list[bytes]
+) -> None:
+    """Count a step if a graph has changed some variables; forget them when one is gone."""
+    variables = [variable() for variable in watched]
+    goes_on = all(each is not None for each in variables)
+    if goes_on:
+        now = [to_array(read(variable)).tobytes() for variable in variables]
+        if last and now != last:
+            goes_on = steps.count("tf.function")
+        last[:] = now
+    if not goes_on:
+        steps.end()
+        errors.after_graph = lambda: None
 
 
 def flat_variables(variables: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hvdlite.recipe import Sharding, Stream, batches
 from hvdlite.recipe.sharding import epoch_order
+from hvdlite.torch.state import watch_steps
 from hvdlite.world import parts, world
 
 
@@ -62,6 +63,8 @@ class ShardSampler(Sampler[list[int]]):
             samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
         )
         self._batches = batches.load(range(samples), sharding, is_ahead=True)
+        if world.size() > 1:
+            watch_steps()
 
     @property
     def sharding(self) -> Sharding:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,11 +14,13 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdlite import collectives
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import CheckpointError
+from hvdlite.gradients.lone_steps import LoneSteps
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import flatten, map_leaves
 from hvdlite.recipe.checkpoints import TORCH_SUFFIXES
@@ -28,6 +31,10 @@ from hvdlite.world import world
 
 # The last part of the keys under which torch stores the result of get_extra_state().
 _EXTRA_STATE = "_extra_state"
+
+_REMEDY = "call hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
+_lone_steps: LoneSteps | None = None
+_watched: weakref.ref[torch.optim.Optimizer] | None = None
 
 Parameters = (
     Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor] | torch.nn.Module
@@ -63,6 +70,30 @@ def broadcast_parameters(
     ]
     for handle in handles:
         synchronize(handle)
+    if engine.size > 1:
+        watch_steps()
+
+
+def watch_steps() -> None:
+    """Warn if the first optimizer that steps from now on, distributed or not, exchanges nothing."""
+    global _lone_steps, _watched
+    if _lone_steps is None:
+        register_optimizer_step_post_hook(_after_step)  # for good: it cannot remove itself
+    else:
+        _lone_steps.end()
+    _lone_steps, _watched = LoneSteps(_REMEDY), None
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    global _watched
+    if _watched is None:
+        _watched = weakref.ref(optimizer)
+    if _lone_steps is None or _watched() is not optimizer:
+        return
+    if torch.distributed.is_initialized():  # for DDP, say, over any library
+        _lone_steps.end()
+    else:
+        _lone_steps.count(type(optimizer).__name__)
 
 
 def _named(params: Parameters) -> list[tuple[str, Any]]:

@@ -94,7 +94,7 @@ class Settings:
     cache_capacity: int = _number(1024, "a number of calls, 0 or more")
     #: The reaction to weights or optimizers that differ between ranks, which compare them with the
     #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off", which
-    #: also leaves out the warning about ranks that train on the same data.
+    #: also leaves out the warnings about ranks that train on the same data, or each by itself.
     check_ranks: str = _choice("error", "error, warn, off")
     #: Exchanges after which they compare all weights at once again, every time; 0: never.
     check_ranks_every: int = _number(0, "a number of exchanges, or 0 for never")

@@ -3,6 +3,7 @@ import copy
 import pytest
 
 from tests.harness import ranks
+from tests.logs import logged
 
 pytest.importorskip("torch")
 
@@ -428,3 +429,14 @@ def test_adasum_gets_the_whole_copy(monkeypatch):
 @ranks(2)
 def test_parameters_that_come_later_have_the_names_that_were_given():
     training.check_later_parameters(schedule=hvd.Schedule.DiLoCo(4))
+
+
+@ranks(2)
+def test_local_steps_are_no_training_by_oneself():
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=100))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    with logged() as messages:
+        for step in range(60):
+            optimizer.step(closure_of(model, optimizer, hvd.rank(), step))
+    assert messages == []

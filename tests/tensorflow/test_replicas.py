@@ -267,3 +267,34 @@ def test_ranks_whose_datasets_are_shuffled_differently_are_told_so():
             step(next(batches).numpy())
     assert len(messages) == (hvd.rank() == 0)
     assert all("rank 0 and rank 1 divide the data differently" in each for each in messages)
+
+
+@ranks(2)
+def test_a_tape_that_was_not_wrapped():
+    hvd.init()
+    warned = []
+    cases = [(False, False, False), (True, False, False), (False, True, True)]
+    for wraps, by_hand, in_graph in cases:
+        variables = make_variables(seed=0)
+
+        @tf.function
+        def step(x, is_first, variables=variables, wraps=wraps, by_hand=by_hand):
+            kernel, bias = variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((x @ kernel + bias) ** 2)
+            if wraps:
+                tape = hvd.DistributedGradientTape(tape)
+            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                variable.assign_sub(0.01 * (hvd.allreduce(gradient) if by_hand else gradient))
+            if is_first:
+                hvd.broadcast_variables(variables, root_rank=0)
+
+        if not in_graph:
+            hvd.broadcast_variables(variables, root_rank=0)
+        with logged() as messages:
+            for number in range(60):
+                step(batch(number), in_graph and number == 0)
+        alone = [each for each in messages if each.startswith("each rank trains by itself")]
+        assert all("hvd.DistributedGradientTape(tape)" in each for each in alone)
+        warned.append(len(alone))
+    assert warned == ([1, 0, 0] if hvd.rank() == 0 else [0, 0, 0])

@@ -1,6 +1,7 @@
 """Ranks whose replicas differ are told so with the second exchange; others are left alone."""
 
 import weakref
+from functools import partial
 
 import pytest
 
@@ -414,3 +415,45 @@ def test_a_sampler_of_batches_in_the_place_of_one_of_samples():
     assert [len(batch) for (batch,) in loader] == [3, 3, 3, 3]
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, sampler=hvd.ShardSampler(12, 3))
     assert [len(batch) for (batch,) in loader] == [3, 3, 3, 3]
+
+
+def by_hand(model, number):
+    for parameter in model.parameters():
+        hvd.allreduce_(parameter.grad)
+
+
+def metrics(model, number):
+    if number % 4 == 0:
+        hvd.average_metrics({"loss": 1.0})
+
+
+@ranks(2)
+def test_an_optimizer_that_was_not_wrapped():
+    hvd.init()
+    # What is exchanged before each step, whether the optimizer is wrapped, and what begins it.
+    cases = [
+        (None, False, "broadcast"),
+        (None, False, "sampler"),
+        (metrics, False, "broadcast"),
+        (by_hand, False, "broadcast"),
+        (None, True, "broadcast"),
+        (None, False, ""),
+    ]
+    warned = []
+    for exchange, wraps, begins in cases:
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        if wraps:
+            optimizer = wrap(model, optimizer)
+        if begins == "broadcast":
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        elif begins == "sampler":
+            hvd.ShardSampler(100, batch_size=10)
+        with logged() as messages:
+            for number in range(60):
+                before = partial(exchange, model, number) if exchange else lambda: None
+                step(model, optimizer, number, before)
+        alone = [each for each in messages if each.startswith("each rank trains by itself")]
+        assert all("of the 50 steps of Adam nothing was exchanged" in each for each in alone)
+        warned.append(len(alone))
+    assert warned == ([1, 1, 1, 0, 0, 0] if hvd.rank() == 0 else [0] * 6)
