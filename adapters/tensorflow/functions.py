@@ -178,15 +178,18 @@ def broadcast_(
 def _watch_training(variables: Sequence[Any], process_set: ProcessSet) -> None:
     """Warn if the graphs that train these variables from now on exchange nothing."""
     global _lone_steps
-    trained = [each for each in variables if getattr(each, "trainable", False)]
+    trained = [value_of(each) for each in variables if getattr(each, "trainable", False)]
     if not trained or engine(process_set).size == 1:
         return
-    # Those of the last layer are among the smallest, and get a gradient in each step.
-    trained.sort(key=lambda each: each.shape.num_elements() or 0)
-    watched = [weakref.ref(value_of(each)) for each in trained[:_WATCHED]]
     if _lone_steps is not None:
         _lone_steps.end()
-    _lone_steps = LoneSteps("call hvd.DistributedGradientTape(tape), or DistributedOptimizer")
+    sizes = {id(each): (each.shape.num_elements() or 0) * each.dtype.size for each in trained}
+    _lone_steps = LoneSteps(
+        "call hvd.DistributedGradientTape(tape), or DistributedOptimizer", sum(sizes.values())
+    )
+    # Those of the last layer are among the smallest, and get a gradient in each step.
+    trained.sort(key=lambda each: sizes[id(each)])
+    watched = [*map(weakref.ref, trained[:_WATCHED])]
     errors.after_graph = partial(_count_change, _lone_steps, watched, [])
 
 

@@ -86,10 +86,12 @@ def watch_steps() -> None:
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     global _watched
+    if _lone_steps is None or (_watched is not None and _watched() is not optimizer):
+        return
     if _watched is None:
         _watched = weakref.ref(optimizer)
-    if _lone_steps is None or _watched() is not optimizer:
-        return
+        weights = (each for group in optimizer.param_groups for each in group["params"])
+        _lone_steps.nbytes = sum(each.numel() * each.itemsize for each in weights)
     if torch.distributed.is_initialized():  # for DDP, say, over any library
         _lone_steps.end()
     else:

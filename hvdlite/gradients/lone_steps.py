@@ -7,6 +7,7 @@ many models as it has ranks. So adapters count the steps that follow.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from hvdlite.base import observers
 from hvdlite.engine import runtime
@@ -15,30 +16,36 @@ from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 
-# After so many steps, and where fewer than half of them come with an exchange: of metrics, say.
-_STEPS = 50
+# A warning comes after so many steps, if fewer than half of them come with an exchange. A metric is
+# no exchange: it has fewer bytes than this part of the weights.
+_STEPS, _PART = 50, 1 / 1000
 
 
 class LoneSteps:
     """Count steps, and those of them that come without an exchange.
 
-    A step has one if an operation has been submitted since the step before, or if a wrapped
+    A step has one if operations have been submitted since the step before, or if a wrapped
     optimizer has counted it, which may exchange weights seldom. This is an observer until it has
     counted enough steps, and warns then, on rank 0.
 
     Args:
         remedy: the call that exchanges gradients.
+
+    Attributes:
+        nbytes: the size of the weights.
     """
 
-    def __init__(self, remedy: str) -> None:
+    def __init__(self, remedy: str, nbytes: int = 0) -> None:
         self._remedy = remedy
+        self.nbytes = nbytes
         self._steps = self._shared = self._counted = 0
-        self._submits = False  # since the last step
+        self._submitted = 0  # bytes, since the last step
         observers.add(self)
 
-    def __call__(self, point: str, *_: object) -> None:
-        """Observe that an operation is submitted."""
-        self._submits = self._submits or point == "submit"
+    def __call__(self, point: str, *about: Any) -> None:
+        """Observe that operations are submitted."""
+        if point == "submit":
+            self._submitted += sum(each.nbytes for each in about[1])
 
     def count(self, what: str) -> bool:
         """Count a step; return whether there are more to count.
@@ -48,8 +55,8 @@ class LoneSteps:
         """
         before, self._counted = self._counted, status.counts.total()
         self._steps += 1
-        self._shared += self._submits or self._counted > before
-        self._submits = False
+        self._shared += self._submitted > _PART * self.nbytes or self._counted > before
+        self._submitted = 0
         if self._steps != _STEPS:
             return self._steps < _STEPS
         self.end()
