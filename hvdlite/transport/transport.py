@@ -7,6 +7,7 @@ calls that all of them make in the same order and soon.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,10 +29,18 @@ LEAST_ANNOUNCED = 2**16
 LARGEST_FUSED = 2**19
 #: Bytes of the digests that ranks compare before they run a collective.
 DIGEST_SIZE = 16
+# Ranks that arrive together meet within this time. A rank that waits longer sleeps, because ranks
+# often fill the cores and a spinning rank would take one from those it waits for.
+_SPIN_SECONDS, _MAX_SLEEP = 100e-6, 1e-3
 
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
 #: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
+
+
+def back_off(elapsed: float) -> None:
+    """Sleep between two looks at what is waited for; the wait ends at most an eighth late."""
+    time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
 
 
 class NoRoomError(MemoryError):
