@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -159,8 +158,8 @@ class Rounds:
 
     def _gather(self, value: Any) -> dict[int, Any]:
         """Exchange a value of each rank."""
-        messages = self._lane.transport.gather(pickle.dumps(value))
-        return dict(zip(self._lane.transport.members, map(pickle.loads, messages), strict=False))
+        transport = self._lane.transport
+        return dict(zip(transport.members, transport.gather_objects(value), strict=False))
 
     def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
         for keys in decision.differing:

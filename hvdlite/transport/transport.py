@@ -7,6 +7,7 @@ calls that all of them make in the same order and soon.
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -175,6 +176,10 @@ class Transport(ABC):
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's (short) message, by rank."""
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return every rank's (small) object, by rank; they travel pickled."""
+        return [*map(pickle.loads, self.gather(pickle.dumps(own)))]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Write ``scaling.apply(op over all ranks' send)`` into ``result``.
