@@ -26,6 +26,15 @@ def collect_warnings(monkeypatch):
 
 @ranks(3, settings={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.3"})
 def test_a_late_rank_is_named_and_only_delays(monkeypatch):
+    wait_for_a_late_rank(monkeypatch)
+
+
+@ranks(3, settings={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.3", "HVDLITE_SHARED_MEMORY": "0"})
+def test_over_mpi_the_ranks_that_wait_find_out_which_one_is_late(monkeypatch):
+    wait_for_a_late_rank(monkeypatch)
+
+
+def wait_for_a_late_rank(monkeypatch):
     hvd.init()
     hvd.barrier()
     messages = collect_warnings(monkeypatch)

@@ -76,7 +76,7 @@ def _keep_order() -> None:
             begin = keras.callbacks.LambdaCallback(on_epoch_begin=data.begin_epoch)
             others = given.get("callbacks")
             if isinstance(others, keras.callbacks.CallbackList):
-                others.append(begin)
+                others.callbacks.append(begin)
             else:
                 given["callbacks"] = [*keras.tree.flatten(others or []), begin]
             data.begin_fit(given.get("steps_per_epoch"), batches_per_call(given["self"]))

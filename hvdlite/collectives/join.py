@@ -7,7 +7,6 @@ zeros (`_allreduce_zeros` in ``allreduce.py``). `Join.execute` runs once all ran
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 
@@ -80,7 +79,6 @@ class Join(Operation):
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[int]:
         """Return the ids of the ranks, that of the one that joined last first."""
         here = time.monotonic() - self.submitted, self._calls.counts
-        messages = map(pickle.loads, transport.gather(pickle.dumps(here)))
-        waited, counts = zip(*messages, strict=True)
+        waited, counts = zip(*transport.gather_objects(here), strict=True)
         self._calls.catch_up(counts)
         return [each for _, each in sorted(zip(waited, transport.members, strict=True))]

@@ -15,13 +15,12 @@ from hvdlite.base.arrays import address
 from hvdlite.engine import Engine
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.transport.transport import back_off
 from hvdlite.world import mpi
 
 _HEADER = struct.Struct("<q24s")  # the number of elements, and their dtype
 # Counts have 32 bits in MPI 3.
 _MAX_BYTES = 2**30
-# Ranks that come together meet within this time; later a waiting rank looks ever less often.
-_SPIN_SECONDS, _MAX_SLEEP = 100e-6, 1e-3
 # How often a waiting rank checks whether others have died.
 _CHECK_SECONDS = 0.05
 # Transfers that MPI may still work on, and whose memory it uses.
@@ -111,7 +110,7 @@ class Transfer:
             if elapsed - checked > _CHECK_SECONDS:
                 checked = elapsed
                 engine.named.transport.check_alive()
-            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
+            back_off(elapsed)
         if self._error is not None:
             raise self._error
 

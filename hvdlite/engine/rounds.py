@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -154,12 +153,13 @@ class Rounds:
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         limit = self._lane.settings.stall_shutdown_time_seconds or math.inf
         report = self._queue.report(*self._lane.elsewhere(), limit)
-        messages = self._lane.transport.gather(pickle.dumps(report))
-        pending = self._by_member([pickle.loads(message) for message in messages])
+        pending = self._gather(report)
         return agreement.decide(pending), pending
 
-    def _by_member(self, values: Sequence[Any]) -> dict[int, Any]:
-        return dict(zip(self._lane.transport.members, values, strict=False))
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """Exchange a value of each rank."""
+        transport = self._lane.transport
+        return dict(zip(transport.members, transport.gather_objects(value), strict=False))
 
     def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
         for keys in decision.differing:
@@ -202,8 +202,7 @@ class Rounds:
             if (operation := self._queue.operations.get(key)) and operation.call is not None
         }
         reports = {key: call.report() for key, call in here.items()}
-        messages = self._lane.transport.gather(pickle.dumps(reports))
-        everywhere = self._by_member([pickle.loads(message) for message in messages])
+        everywhere = self._gather(reports)
         own = self._queue.rank
         for key, calls in agreement.compare_calls(decision, everywhere).items():
             if key in here and here[key].calls.learn(here[key], calls) and own == min(calls):
@@ -214,12 +213,10 @@ class Rounds:
         operation = self._queue.operations.get(key)  # None: this rank has joined
         call = operation and operation.call
         own = operation and (operation.signature, call and call.place)
-        messages = self._lane.transport.gather(pickle.dumps(own))
-        self._deliver(partial(self._fail_by_signatures, operation, messages))
+        self._deliver(partial(self._fail_by_signatures, operation, self._gather(own)))
 
-    def _fail_by_signatures(self, operation: Operation | None, messages: Sequence[bytes]) -> None:
+    def _fail_by_signatures(self, operation: Operation | None, found: Mapping[int, Any]) -> None:
         if operation is not None:
-            found = self._by_member([pickle.loads(message) for message in messages])
             known = {member: each for member, each in found.items() if each}
             signatures = {member: signature for member, (signature, _) in known.items()}
             places = {member: place for member, (_, place) in known.items() if place}
@@ -234,8 +231,8 @@ class Rounds:
         own = {key: self._queue.operations.get(key) for key in keys}
         makers = {key: operation.stand_in() for key, operation in own.items() if operation}
         found: dict[str, Callable[[], Operation]] = {}
-        for message in self._lane.transport.gather(pickle.dumps(makers)):
-            found = {**pickle.loads(message), **found}
+        for of_rank in self._gather(makers).values():
+            found = {**of_rank, **found}
         stand_ins = {key: found[key]() for key, operation in own.items() if operation is None}
         for operation in stand_ins.values():
             operation.handle = Handle(operation.name)  # no thread waits for it

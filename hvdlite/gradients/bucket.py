@@ -217,8 +217,6 @@ class GradientBucket(Operation):
         found = self.receive_metadata(payloads, transport)
         if not self.nbytes or found.is_empty:
             return None
-        if not self._has_result:
-            self.arrays.allocate_result()
         arrays, strategy = self._exchanged(), self.strategy
         with timeline.span(self.lane, timeline.EXCHANGE):
             weight = None if found.weights is None else self.weight

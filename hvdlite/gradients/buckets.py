@@ -45,8 +45,7 @@ class GradientBuckets:
         parameters: in the order of their registration, the same on all ranks.
         also: what else must be equal on all ranks, in pairs.
         memory: of the device that all gradients lie on. Slots are tensors there, and so are
-            results, which all steps share: their owner copies from them. None: host memory,
-            as Adasum needs it.
+            results, which all steps share: their owner copies from them. None: host memory.
         state: what strategies remember of the parameters, kept up to date; None: nothing yet.
         check: compares the ranks' replicas; None: replicas may differ.
 
@@ -58,8 +57,8 @@ class GradientBuckets:
         overlaps: whether buckets leave as soon as they are complete, rather than all at the end.
 
     Raises:
-        ValueError: Adasum is not defined for a parameter's dtype or on a device, or the
-            strategy does not compute it.
+        ValueError: Adasum is not defined for a parameter's dtype, or the strategy does not
+            compute it.
     """
 
     def __init__(
@@ -90,8 +89,6 @@ class GradientBuckets:
         self._memory = memory
         check_op(strategy, reduction.op)
         if reduction.op is ReduceOp.ADASUM:
-            if memory is not None:
-                raise ValueError("Adasum combines gradients on the host; leave out memory")
             for parameter in self.parameters:
                 check_dtype(reduction.op, parameter.dtype)
         self._settings = engine.settings

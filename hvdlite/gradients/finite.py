@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -39,11 +38,11 @@ def check_finite(arrays: Bucket, transport: Transport) -> None:
     if find_not_finite(arrays, arrays.result) < 0:
         return
     arrays.copy_zero_copy_parts()
-    messages = transport.gather(json.dumps(_describe(arrays)).encode())
+    everywhere = transport.gather_objects(_describe(arrays))
     found = [
         f"{name!r} on rank {rank} ({text})"
-        for rank, message in zip(transport.members, messages, strict=False)
-        for name, text in json.loads(message)
+        for rank, own in zip(transport.members, everywhere, strict=False)
+        for name, text in own
     ]
     more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     name = arrays.parameters[find_not_finite(arrays, arrays.result)].name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import struct
 import weakref
 import zlib
@@ -433,12 +432,8 @@ def _gather(
 ) -> dict[int, Any]:
     """Return what a function makes of each rank's comparison, by rank; collective."""
     own = None if check is None else make(check)
-    messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
-    return {
-        rank: message
-        for rank, message in zip(transport.members, messages, strict=False)
-        if message is not None
-    }
+    made = zip(transport.members, transport.gather_objects(own), strict=False)
+    return {rank: each for rank, each in made if each is not None}
 
 
 def _checksum(array: Any, before: int = 0) -> int:

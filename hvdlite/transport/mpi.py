@@ -19,6 +19,7 @@ from hvdlite.transport.transport import (
     NoRoomError,
     OnWait,
     Transport,
+    back_off,
 )
 from hvdlite.world.world import Create, World, create_at_once
 
@@ -38,10 +39,6 @@ _NATIVE = {
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
 }
-# Ranks that arrive together meet within this time. A rank that waits longer sleeps, because ranks
-# often fill the cores and a spinning rank would take one from those it waits for.
-_SPIN_SECONDS = 100e-6
-_MAX_SLEEP = 1e-3
 # Seconds of waiting after which a rank listens for announcements of others.
 _LISTEN_AFTER = 0.2
 # Abandoned collectives: the request, the buffers, to which MPI may still write, the communicator.
@@ -166,8 +163,7 @@ class MPITransport(Transport):
                     self._liveness.listen()
                 if self._on_wait is not None:
                     self._on_wait(elapsed)
-                # The sleep grows with the time waited: a wait ends at most an eighth late.
-                time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
+                back_off(elapsed)
         except Interrupted:
             raise
         except BaseException:

@@ -40,8 +40,7 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    for function, arguments in prepare_reduction(result.dtype, op, scaling)(result, parts):
-        function(*arguments)
+    perform(prepare_reduction(result.dtype, op, scaling)(result, parts))
 
 
 def perform(calls: Sequence[Call]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -89,7 +88,7 @@ def connect_device(
         }
     except Exception as error:
         facts = {"error": str(error)}
-    everywhere = [json.loads(message) for message in control.gather(json.dumps(facts).encode())]
+    everywhere = control.gather_objects(facts)
     for rank, theirs in zip(control.members, everywhere, strict=False):
         if "error" in theirs:
             raise HorovodInternalError(

@@ -7,6 +7,8 @@ calls that all of them make in the same order and soon.
 
 from __future__ import annotations
 
+import pickle
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,10 +30,18 @@ LEAST_ANNOUNCED = 2**16
 LARGEST_FUSED = 2**19
 #: Bytes of the digests that ranks compare before they run a collective.
 DIGEST_SIZE = 16
+# Ranks that arrive together meet within this time. A rank that waits longer sleeps, because ranks
+# often fill the cores and a spinning rank would take one from those it waits for.
+_SPIN_SECONDS, _MAX_SLEEP = 100e-6, 1e-3
 
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
 #: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
+
+
+def back_off(elapsed: float) -> None:
+    """Sleep between two looks at what is waited for; the wait ends at most an eighth late."""
+    time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
 
 
 class NoRoomError(MemoryError):
@@ -166,6 +176,10 @@ class Transport(ABC):
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's (short) message, by rank."""
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return every rank's (small) object, by rank; they travel pickled."""
+        return [*map(pickle.loads, self.gather(pickle.dumps(own)))]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Write ``scaling.apply(op over all ranks' send)`` into ``result``.

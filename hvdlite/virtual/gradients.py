@@ -343,7 +343,7 @@ class VirtualExchange(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
-        reports = _gather(self._report(), transport)
+        reports: list[Report] = transport.gather_objects(self._report())
         done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(self.size)) - set(itertools.chain(*done)))
         if missing:
@@ -418,7 +418,7 @@ class VirtualExchange(Operation):
             for each in {*sent}
         }
         messages = [pickled[each] for each in sent]
-        sizes = _gather([message.size for message in messages], transport)
+        sizes = transport.gather_objects([message.size for message in messages])
         received = [np.empty(each[transport.rank], np.uint8) for each in sizes]
         transport.alltoall(messages, [as_bytes(each) for each in received])
         return dict(itertools.chain(*(pickle.loads(each.tobytes()).items() for each in received)))
@@ -530,15 +530,10 @@ class VirtualExchange(Operation):
         self.held = self.held.union(states)
 
 
-def _gather(own: Any, transport: Transport) -> list[Any]:
-    """Return the objects of all processes; collective."""
-    return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
-
-
 def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
     """Refuse a step that does not begin with the same on all processes; collective."""
-    messages = _gather(start, transport)
-    what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
+    starts = transport.gather_objects(start)
+    what, found = find_difference(dict(zip(transport.members, starts, strict=True)))
     raise MismatchError(
         f"the processes begin a step with other values: {what} is {found}; with virtual ranks they "
         "have to be the same for any number of processes: set the same seed (hvd.seed) and number "

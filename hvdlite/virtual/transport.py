@@ -6,7 +6,6 @@ whose leaves are the virtual ranks, and everything else is done for each virtual
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -147,10 +146,8 @@ class VirtualRanks:
 
     def _gather(self, arguments: Sequence[tuple[bytes]]) -> list[Any]:
         own = {rank: message for rank, (message,) in zip(self.own, arguments, strict=True)}
-        everywhere = self.transport.gather(pickle.dumps(own))
         messages: dict[int, bytes] = {}
-        for spoken, received in zip(self.spoken, everywhere, strict=True):
-            found = pickle.loads(received)
+        for spoken, found in zip(self.spoken, self.transport.gather_objects(own), strict=True):
             messages.update((rank, found[rank]) for rank in spoken)
         return [[messages[rank] for rank in range(self.size)]] * len(self.own)
 

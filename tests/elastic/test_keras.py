@@ -294,6 +294,24 @@ class TestCallbacks:
         assert batches == []
         assert (state.epoch, state.batch) == (1, 0)
 
+    @ranks(2, timeout=PATIENCE)
+    def test_a_fit_that_was_interrupted_while_batches_were_left_out(self):
+        hvd.init()
+        model = make_model(0)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", jit_compile=False)
+        leave_out = elastic.UpdateBatchStateCallback(KerasState(model, batch=2, epoch=0))
+
+        class Interrupt(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                raise InterruptedError
+
+        given = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        with pytest.raises(InterruptedError):
+            model.fit(*data(), callbacks=[leave_out, Interrupt()], **given)
+        model.fit(*data(), callbacks=[leave_out], **given)
+        assert int(optimizer.iterations) == 6
+
     def test_a_number_of_batches_below_one_is_refused(self):
         with pytest.raises(ValueError, match="batches_per_commit=0"):
             elastic.CommitStateCallback(None, 0)

@@ -92,10 +92,11 @@ def takes_every_sample_once(per_epoch, workers=1):
         on_epoch_end=lambda epoch, logs: ends.append(batches.state_dict()["epoch"])
     )
     epochs = 1 if per_epoch is None else 6 // per_epoch
-    for call in range(2):
+    listed = keras.callbacks.CallbackList([end], add_history=True, model=model)
+    for call, callbacks in enumerate((end, listed)):
         if call:
             batches.load_state_dict(half)
-        model.fit(batches, epochs=epochs, steps_per_epoch=per_epoch, callbacks=end, verbose=0)
+        model.fit(batches, epochs=epochs, steps_per_epoch=per_epoch, callbacks=callbacks, verbose=0)
         assert batches.position()[0] == call + 1
         np.testing.assert_array_equal(sum(hvd.allgather_object(seen)), call + 1)
     assert ends == ([1, 2] if epochs == 1 else [0, 1, 1, 2])

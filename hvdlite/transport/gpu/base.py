@@ -14,10 +14,7 @@ from hvdlite.base.arrays import as_bytes, cut
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
-from hvdlite.transport.transport import OnWait, Transport
-
-_SPIN_SECONDS = 100e-6
-_MAX_SLEEP = 1e-3
+from hvdlite.transport.transport import OnWait, Transport, back_off
 
 
 class FlatArray:
@@ -86,7 +83,7 @@ class Work:
                     f"nothing came for {elapsed:.1f} s; a rank has ended, hangs, or runs "
                     "different steps"
                 )
-            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
+            back_off(elapsed)
 
 
 class DeviceTransport(Transport):

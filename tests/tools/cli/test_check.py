@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from hvdlite.tools.cli.check import speeds
+from hvdlite.tools.cli import check as checks
+from hvdlite.tools.cli.check import Finding, speeds
+from hvdlite.tools.cli.main import main
 from tests.harness import mpirun
 
 NOTHING_FOUND = "import sys; sys.prefix = '/no'; "
@@ -174,3 +176,17 @@ def test_what_mpirun_has_printed_last_is_shown_without_its_lines_of_hyphens(tmp_
     code, document = check(HVDLITE_MPIRUN=script(tmp_path / "mpirun", text))
     assert code == 1
     assert faults(document)["mpirun"][0].endswith("; why")
+
+
+def test_the_text_has_the_findings_with_their_remedies(monkeypatch, capsys):
+    findings = [Finding("mpirun", "fault", "is another MPI's", "install one")]
+    monkeypatch.setattr(checks, "_mpi", lambda: (findings, {"MPI": 1.5 * 2**30}))
+    monkeypatch.setattr(checks, "_nccl", lambda: [Finding("NCCL", "note", "none", "get it")])
+    assert main(["check"]) == 1
+    software, text = capsys.readouterr().out.split("\n\n", 1)
+    assert software.startswith("hvdlite ")
+    assert text == (
+        "FAULT  mpirun: is another MPI's\n       to do: install one\n"
+        "NOTE   NCCL: none\n       if needed: get it\n\n"
+        "Sums of 16 MiB on 2 ranks, GiB/s of each rank's data: MPI 1.5\n\n1 fault\n"
+    )
