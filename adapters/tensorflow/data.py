@@ -127,8 +127,8 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         A transformation for ``dataset.apply``. The dataset must be in the same order on all ranks.
 
     Raises:
-        ValueError: From ``apply``: there are fewer samples than ranks, or a ``shuffle`` before it
-            has no seed, or the one of this rank.
+        ValueError: From ``apply``: there are fewer samples than ranks; a ``shuffle`` before it
+            has no seed, or the one of this rank; or what is before it has deterministic=False.
         tf.errors.InvalidArgumentError: From the iteration: the same, of unknown cardinality.
 
     Example::
@@ -176,6 +176,12 @@ def _seeds_of_shuffles(dataset: Any) -> list[Any]:
     Some samples would come twice then, and others never.
     """
     found = [seed for source in dataset._inputs() for seed in _seeds_of_shuffles(source)]
+    chosen = dataset.options().deterministic, getattr(dataset, "_deterministic", None)
+    if False in chosen or "false" in chosen:
+        raise ValueError(
+            "a dataset before hvd.sharded has deterministic=False, so that some samples would come "
+            "twice and others never; leave that out, or give it to what is behind"
+        )
     if type(dataset).__name__ != "_ShuffleDataset":
         return found
     seeds = tf.get_static_value(dataset._seed), tf.get_static_value(dataset._seed2)

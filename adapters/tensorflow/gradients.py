@@ -107,7 +107,7 @@ class GradientAllreduce(Backend):
         if options.replicates:
             check, given = self.checks.of(sources, process_set, spec.label)
             if check is not None and given is None and not tf.executing_eagerly():
-                earlier = _updates_before(check, self.checks, sources)
+                earlier = _updates_before(self.checks, sources)
         with in_order(), tf.control_dependencies(earlier):
             if given is not None:
                 variables = [v for v in map(value_of, sources) if isinstance(v, tf.Variable)]
@@ -149,24 +149,22 @@ class GradientAllreduce(Backend):
         return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
 
 
-# For each graph, the comparisons that it makes.
+# For each graph, whose replicas it compares: of which optimizers, or of tapes.
 _compared_in: WeakKeyDictionary[tf.Graph, set[int]] = WeakKeyDictionary()
 
 
-def _updates_before(
-    check: ReplicaCheck, checks: ReplicaChecks, sources: Sequence[Any]
-) -> list[tf.Tensor]:
+def _updates_before(checks: ReplicaChecks, sources: Sequence[Any]) -> list[tf.Tensor]:
     """Return what exists when the graph has made its earlier updates of what is compared.
 
     A script may set the rate in the graph that makes the step. Other variables are updated by an
-    earlier step of the same graph, if it makes several.
+    earlier step of the same graph, if it makes several, also for another part of the variables.
     """
     variables = checks.replica.option_variables()
     made = _compared_in.setdefault(tf.compat.v1.get_default_graph(), set())
-    if id(check) in made:
+    if id(checks) in made:
         named = named_variables(sources)
         variables += [each for _, each in (*named, *checks.replica.state(named))]
-    made.add(id(check))
+    made.add(id(checks))
     return [read(value_of(variable)) for variable in variables]
 
 

@@ -41,7 +41,7 @@ FREEZE = (
     "one's parameters by requires_grad_(False)"
 )
 
-_gradient_of, _seen = attrgetter("grad"), attrgetter("seen")
+gradient_of, _seen = attrgetter("grad"), attrgetter("seen")
 # By the identifiers of their handles, in the order of their registration, which torch keeps.
 _hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
@@ -162,10 +162,8 @@ class GradientHooks:
 
     @property
     def has_new(self) -> bool:
-        """Return whether there may be gradients for which `finish` has not been called."""
-        # If all were set to None, those that are there are new, also without hooks that tell.
-        are_reset = {self.parameters[number].grad is None for number in self._averaged}
-        return self.in_flight or any(self._step.passes) or len(are_reset) == 2
+        """Return whether hooks have told of gradients for which `finish` has not been called."""
+        return self.in_flight or any(self._step.passes)
 
     # Registration
 
@@ -387,7 +385,7 @@ class GradientHooks:
         """Return the gradients of members without hooks that are there, and were not before."""
         numbers, bucket_hooks.pending = bucket_hooks.pending, []
         found = dict(
-            zip(numbers, map(_gradient_of, map(self.parameters.__getitem__, numbers)), strict=True)
+            zip(numbers, map(gradient_of, map(self.parameters.__getitem__, numbers)), strict=True)
         )
         if type(None) in {*map(type, found.values())}:
             bucket_hooks.pending = [n for n in numbers if found[n] is None]
@@ -412,7 +410,7 @@ class GradientHooks:
         if not self._step.is_open:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
         step = self._step
-        step.gradients = [*map(_gradient_of, self.parameters)]
+        step.gradients = [*map(gradient_of, self.parameters)]
         if step.is_converted:
             return []
         for index, bucket_hooks in enumerate(self._bucket_hooks):

@@ -27,7 +27,7 @@ from hvdlite.gradients.options import Options
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
-from hvdlite.torch.hooks import GradientHooks
+from hvdlite.torch.hooks import GradientHooks, gradient_of
 from hvdlite.torch.replicas import find_frozen, make_check
 from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
@@ -47,7 +47,7 @@ class Reducer:
         remembers: whether an exchange leaves something for the next one.
         passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
-        are_used: whether a step in the current world has used those that were there.
+        used: the gradients, by id, that a step in the current world has used; None: no step.
         has_discarded: whether the last averages were not used; the ranks compare this, too.
     """
 
@@ -65,7 +65,8 @@ class Reducer:
         self.sparse_as_dense = options.sparse_as_dense
         self.passes_per_step = options.passes
         self.remembers = options.strategy.stateful
-        self.averaged = self.are_used = self.has_discarded = False
+        self.averaged = self.has_discarded = False
+        self.used: Sequence[int] | None = None
         self._options = options
         self._state = state
         self._engine = runtime.engine(options.process_set)
@@ -189,8 +190,10 @@ class Reducer:
 
     def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether they may have gradients that no exchange and no step has used."""
-        is_attached = self._attached.issuperset(map(id, parameters))
-        is_idle = is_attached and self.are_used and self._unfinished is None
+        # No hook tells of those that a program assigns; one may get the id of an earlier one.
+        gradients = map(gradient_of, parameters)
+        found = [id(each) * bool(getattr(each, "_version", 1)) for each in gradients]
+        is_idle = self.used == found and self._unfinished is None
         return not is_idle or any(map(_has_new, self._hooks))
 
     def finish(self, samples: int | None = None) -> None:
@@ -238,7 +241,7 @@ class Reducer:
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
-        self.averaged = self.are_used = False  # what comes may have no hook that tells
+        self.averaged, self.used = False, None  # what comes may have no hook that tells
         for hooks in self._hooks:
             hooks.reset_passes()
 
@@ -251,8 +254,8 @@ class Reducer:
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
-        self.averaged = self.are_used = self.has_discarded = False
-        self._unfinished = None
+        self.averaged = self.has_discarded = False
+        self.used = self._unfinished = None
         for hooks in self._hooks:
             hooks.restart()
 

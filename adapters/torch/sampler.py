@@ -63,6 +63,7 @@ class ShardSampler(Sampler[list[int]]):
             samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
         )
         self._batches = batches.load(range(samples), sharding, is_ahead=True)
+        self._batches.content = [batches.checksum(dataset)]
         if world.size() > 1:
             watch_steps()
 

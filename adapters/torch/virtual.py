@@ -57,7 +57,7 @@ class VirtualReducer:
 
     process_set: ProcessSet = global_process_set
     passes_per_step = 1
-    in_flight = are_used = False
+    in_flight = False
     weight = 1.0
 
     def __init__(

@@ -28,8 +28,8 @@ from hvdlite.gradients.loss import LossExchange
 from hvdlite.gradients.metadata import checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
-from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.hooks import FREEZE, remove_hooks
+from hvdlite.torch.dynamo import untraced, untraced_methods
+from hvdlite.torch.hooks import FREEZE, gradient_of, remove_hooks
 from hvdlite.torch.reducer import Names, Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
@@ -379,7 +379,8 @@ class Distributed(Wrapped):
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         """End a step; a GradScaler calls this, too, because it may skip the step."""
         # Exchange the next step even without a new gradient here: another rank may have one.
-        self._reducer.averaged, self._reducer.are_used = False, True
+        self._reducer.averaged = False
+        self._reducer.used = [*map(id, map(gradient_of, self._trainable()))]
 
 
 class Outside(Wrapped):
@@ -495,16 +496,17 @@ def extend_torch() -> None:
 def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def clip_averages(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-            _wait_for_averages({*map(id, parameters)})
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        _wait_for_averages(parameters)
         return clip(parameters, *args, **kwargs)
 
     return clip_averages
 
 
-def _wait_for_averages(parameters: set[int]) -> None:
-    """Exchange the gradients of parameters, by id, if there are new ones, here or elsewhere."""
+@untraced
+def _wait_for_averages(clipped: list[torch.Tensor]) -> None:
+    """Exchange the gradients of parameters if there are new ones, here or elsewhere."""
+    parameters = {*map(id, clipped)}
     for optimizer in _living():  # of two with the same parameters, the last exchanges them
         own = optimizer._trainable()
         if parameters.isdisjoint(map(id, own)):

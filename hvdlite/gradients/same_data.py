@@ -83,8 +83,8 @@ class DataCheck:
         if len(divisions) > 1 and all(len({*each}) > 1 for each in zip(*divisions, strict=True)):
             _log.warning(
                 "%s divide the data differently in steps %d to %d, so that some samples come twice "
-                "and others never: give hvd.shard() and the samplers the same seed, batch size and "
-                "number of samples on all ranks, and set the same epoch",
+                "and others never: give hvd.shard() and the samplers the same data (random_split "
+                "needs a generator), seed and batch size on all ranks, and set the same epoch",
                 " and ".join(map(ranks_text, divisions.values())),
                 *steps,
             )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from hvdlite.observe import status
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream
 from hvdlite.world import membership, parts, world
@@ -40,6 +43,7 @@ class Batches(Member):
     Attributes:
         sharding: That of the next iteration, or of the one in progress.
         trains: Whether the batches are used for training, if that is known.
+        content: What tells whether all ranks have the same data, as far as it is known.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Batches(Member):
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._follows = follows
         self._fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
+        self.content = [checksum(part) for _, part in _parts(data, "data")]
+        self._noted: object = ()  # the division that was noted last
         if follows:
             membership.join(self, self._fields)
 
@@ -91,7 +97,8 @@ class Batches(Member):
         if self._follows and self.trains:
             # A thread that reads ahead may have begun the next epoch, on some ranks.
             is_main = threading.current_thread() is threading.main_thread()
-            membership.division = *self._fields, epoch if is_main else None
+            self._noted = *self._fields, *self.content, epoch if is_main else None
+            membership.division = self._noted
 
     def _end(self, epoch: int) -> None:
         if self._epoch == epoch:
@@ -197,8 +204,16 @@ class Batches(Member):
     def _begin(self, epoch: int, sharding: Sharding) -> None:
         self._epoch, self.sharding, self._taken, self._asked = epoch, sharding, 0, 0
         self._is_over = self._is_at_end = False
+        self._steps_before = status.counts.total()  # of this process
 
     def _begin_next(self) -> tuple[int, Sharding]:
+        is_left = self._taken and not self._is_over and membership.division is self._noted
+        if is_left and status.counts.total() > self._steps_before and world.rank() == 0:
+            warnings.warn(
+                "an epoch of the data was left after some steps, and the next iteration takes the "
+                "same batches again: set_epoch(epoch + 1) on all ranks goes on to other ones",
+                stacklevel=2,
+            )
         self._begin(self.position()[0], self.upcoming)
         return self._epoch, self.sharding
 
@@ -250,7 +265,7 @@ def shard(
                 "pass shuffle=False, and shuffle in it, with the same seed on all ranks"
             )
         return Stream(data, batch_size, rank, size, allow_empty)
-    lengths = dict(_lengths(data, "data"))
+    lengths = {name: len(part) for name, part in _parts(data, "data")}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"len({name}) = {length}" for name, length in lengths.items())
         raise ValueError(f"{found}: all parts of the data need the same number of samples")
@@ -267,21 +282,31 @@ def load(data: Any, sharding: Sharding, is_ahead: bool = False) -> Batches:
     return cast(Batches, kind(data, sharding, is_ahead=is_ahead))
 
 
-def _lengths(data: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Yield the name and the length of every array or sequence in the data."""
+def _parts(data: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of every array or sequence in the data, and itself."""
     if isinstance(data, dict):
         for key, part in data.items():
-            yield from _lengths(part, f"{name}[{key!r}]")
+            yield from _parts(part, f"{name}[{key!r}]")
     elif isinstance(data, tuple):
         for index, part in enumerate(data):
-            yield from _lengths(part, f"{name}[{index}]")
+            yield from _parts(part, f"{name}[{index}]")
     else:
         if isinstance(data, (str, bytes)) or not hasattr(data, "__getitem__"):
             raise TypeError(f"{name} is a {type(data).__name__}: expected an array or a sequence")
         try:
-            yield name, len(data)
+            len(data)
         except TypeError as error:
             raise TypeError(f"{name} is a {type(data).__name__} without a length") from error
+        yield name, data
+
+
+def checksum(part: Any) -> int:
+    """Return that of some samples of an array, or of some indices of a subset; else 0."""
+    kept = part if isinstance(part, np.ndarray) else getattr(part, "indices", None)
+    if not isinstance(kept, (np.ndarray, list)):
+        return 0
+    some = np.asarray(kept[:: len(kept) // 16 + 1])
+    return 0 if some.dtype.hasobject else zlib.crc32(some.tobytes())
 
 
 def take(data: Any, indices: npt.NDArray[np.int64]) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import warnings
 
 import numpy as np
 import pytest
 
 import hvdlite as hvd
+from hvdlite.observe import status
 from hvdlite.recipe import batches as module
 from hvdlite.recipe import shard
 from tests.harness import ranks
@@ -115,6 +117,43 @@ def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone():
         mine = np.concatenate(list(batches))
         np.testing.assert_array_equal(np.sort(hvd.allgather(mine)), np.arange(23))
         np.testing.assert_array_equal(mine, np.concatenate(list(batches.epoch(epoch))))
+
+
+@ranks(2)
+def test_an_epoch_that_is_left_after_a_step_and_begun_again_is_told():
+    hvd.init()
+    batches, others = shard(np.arange(40), 4), shard(np.arange(40), 4)
+
+    def warned(iterated, makes_step=True):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            next(iter(iterated))
+        if makes_step:
+            status.count_step("optimizer")
+        return [str(each.message) for each in found]
+
+    assert not warned(batches, makes_step=False)  # a look
+    assert not warned(batches)
+    assert not warned(others)
+    assert not warned(batches)  # the batches of others came last
+    found = warned(batches)
+    assert len(found) == (hvd.rank() == 0)
+    assert all("takes the same batches again: set_epoch(epoch + 1)" in each for each in found)
+    batches.set_epoch(1)
+    assert not warned(batches)
+
+
+def test_the_content_of_data_is_known_in_part():
+    class Subset(list):
+        indices = np.array([3, 1, 2])
+
+    x, y = np.arange(100.0), np.arange(100)
+    same = shard((x, {"y": y}), 3, rank=0, size=1).content
+    assert same == shard((x.copy(), {"y": y.copy()}), 3, rank=0, size=1).content
+    assert all(np.array(same) != shard((x[::-1], {"y": y[::-1]}), 3, rank=0, size=1).content)
+    assert module.checksum(Subset([0] * 3)) == module.checksum(np.array([3, 1, 2])) != 0
+    for unknown in ([1, 2], np.array(["a", None]), range(3)):
+        assert module.checksum(unknown) == 0
 
 
 def test_who_counts_the_steps_goes_on_to_the_next_epoch_too():

@@ -231,6 +231,26 @@ def test_updates_in_a_graph_wait_until_variables_were_compared():
         step(batch(number))
 
 
+@ranks(2)
+def test_a_graph_with_a_step_for_each_part_compares_after_the_updates_of_the_part_before():
+    hvd.init()
+    weights = [tf.Variable(tf.ones(3), name=f"weight{number}") for number in range(2)]
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1, momentum=0.9))
+    optimizer.build(weights)
+
+    @tf.function
+    def step(x):
+        for weight in weights:
+            optimizer.apply_gradients([(x * weight, weight)])
+
+    operations = step.get_concrete_function(tf.constant(1.0)).graph.get_operations()
+    assigned = [each for each in operations if each.type == "AssignVariableOp"]
+    first, _ = (each for each in assigned if each.get_attr("dtype") == tf.int64)  # counts of steps
+    assert first in _before([each for each in operations if each.type == "PyFunc"][-1])
+    for number in range(4):
+        step(tf.constant(1.0 + number))
+
+
 def _before(operation):
     """Return all operations that a graph runs before one."""
     found, waiting = set(), [operation]

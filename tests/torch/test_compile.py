@@ -101,6 +101,7 @@ def test_collectives_and_steps_in_compiled_functions(size):
             def train(x, model=model, optimizer=optimizer):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
 
             if is_compiled and not whole:

@@ -205,6 +205,24 @@ def test_torch_clips_averages_where_only_gradients_without_hooks_come(by_optimiz
 
 
 @ranks(2)
+@pytest.mark.parametrize("has_reset", [False, True])
+def test_torch_clips_the_averages_of_gradients_that_are_assigned(has_reset):
+    """As those of torch.func and torch.autograd.grad, of which no hook tells."""
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("it", weight)])
+    for _ in range(3):
+        if has_reset:
+            weight.grad = None
+        loss = (weight * torch.tensor([3.0, 5.0 - 2 * hvd.rank()])).sum()
+        (weight.grad,) = torch.autograd.grad(loss, [weight])
+        assert torch.nn.utils.clip_grad_norm_([weight], 1e-3).item() == pytest.approx(5.0)
+        optimizer.step()
+        if hvd.rank() == 0:  # those that the step has used
+            assert torch.nn.utils.clip_grad_norm_([weight], 1e9) > 0
+
+
+@ranks(2)
 def test_torch_clips_the_averages_of_what_adds_up_still():
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(2))

@@ -379,12 +379,14 @@ def test_ranks_that_train_on_the_same_data_are_told_so(width):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("differs", ["seed", "batch_size", "epoch", "nothing"])
+@pytest.mark.parametrize("differs", ["seed", "batch_size", "epoch", "split", "nothing"])
 def test_ranks_that_divide_the_data_differently_are_told_so(differs):
     hvd.init()
     others = {"seed": 1, "batch_size": 4}
     changes = {differs: 7} if last_rank() and differs in others else {}
-    sampler = hvd.ShardSampler(96, **{**others, **changes})
+    generator = torch.Generator().manual_seed(int(differs == "split" and last_rank()))
+    part, _ = torch.utils.data.random_split(range(100), [96, 4], generator)
+    sampler = hvd.ShardSampler(part, **{**others, **changes})
     if differs == "epoch" and last_rank():
         sampler.set_epoch(3)
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(5))
