@@ -18,12 +18,10 @@ from tests.schedule.models import MOMENTUM, RATE, SHAPES
 from tests.tensorflow.modes import each_mode, in_mode
 
 CASES = {
-    "local": (hvd.Schedule.LocalSGD(every=3), lambda size: models.local_sgd(size, 7, 3)),
     "post-local": (
         hvd.Schedule.LocalSGD(every=2, start=3),
         lambda size: models.local_sgd(size, 7, 2, 3),
     ),
-    "partial": (hvd.Schedule.PartialSync(parts=2), lambda size: models.partial(size, 7)),
     "diloco": (hvd.Schedule.DiLoCo(every=3), lambda size: models.diloco(size, 7, 3, 0.7, 0.9)),
 }
 SHAPE = (6, 5)
