@@ -417,20 +417,6 @@ class TestHandles:
         assert hvd.poll(handle)
         assert hvd.synchronize(handle).tolist() == [2.0] * 3
 
-    @TWO
-    def test_a_name_in_flight_is_refused_and_the_first_stays_valid(self):
-        hvd.init()
-        if hvd.rank() == 0:
-            handle = hvd.allreduce_async(np.ones(3), name="a", op=hvd.Sum)
-            with pytest.raises(ValueError, match="rank 0: an operation named 'a' is still on"):
-                hvd.allreduce_async(np.ones(3), name="a", op=hvd.Sum)
-            hvd.barrier(name="go")
-        else:
-            hvd.barrier(name="go")
-            handle = hvd.allreduce_async(np.ones(3), name="a", op=hvd.Sum)
-        assert hvd.synchronize(handle).tolist() == [2.0] * 3
-        still_works()
-
     @ranks(1, 2, 3, 4)
     def test_200_operations_in_another_order_on_each_rank_from_several_threads(self):
         hvd.init()
@@ -526,22 +512,6 @@ class TestCallsWithoutAName:
             if hvd.rank() == rank:
                 hvd.barrier()
         still_works()
-
-
-class TestNames:
-    @ranks(1, 2, 3)
-    def test_kinds_may_share_a_name(self):
-        hvd.init()
-        size, ones = hvd.size(), np.ones(2)
-        for _ in range(20):
-            handles = [
-                hvd.allreduce_async(ones, name="loss", op=hvd.Sum),
-                hvd.allgather_async(ones, name="loss"),
-                hvd.broadcast_async(ones * hvd.rank(), 0, name="loss"),
-            ]
-            assert hvd.allgather_object(hvd.rank(), name="loss") == list(range(size))
-            found = [hvd.synchronize(handle).tolist() for handle in handles]
-            assert found == [[size] * 2, [1] * 2 * size, [0] * 2]
 
 
 class TestDisagreement:

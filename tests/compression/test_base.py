@@ -90,15 +90,6 @@ def test_a_class_of_the_users_own_gets_the_type_that_there_is():
         assert seen.pop() == expected
 
 
-def test_names():
-    names = {"none": "none", "fp16": "fp16", "bf16": "bf16"}
-    for attribute, name in names.items():
-        strategy = getattr(Compression, attribute)
-        assert strategy.name == name
-        assert repr(strategy) == f"Compression.{name}"
-        assert check_strategy(strategy) is strategy
-
-
 @pytest.mark.parametrize("other", [None, "fp16", np.float16, Compression, dtype_of("bfloat16")])
 def test_what_is_no_strategy_is_refused(other):
     with pytest.raises(TypeError, match=r"use hvd\.Compression\.none, \.fp16 or \.bf16"):

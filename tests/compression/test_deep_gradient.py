@@ -61,9 +61,10 @@ def state_of(ranks, rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("clip", [None, 3.0, 1e6])
-@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize(
+    ("momentum", "clip", "masking"),
+    [(0.0, None, True), (0.0, 3.0, False), (0.9, None, False), (0.9, 3.0, True), (0.9, 1e6, True)],
+)
 def test_the_algorithm_of_the_paper(size, op, momentum, clip, masking):
     divisor = size if op is Average else 1
     paper = Paper(size, 10, momentum, clip, masking)

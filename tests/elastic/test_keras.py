@@ -20,31 +20,13 @@ import hvdlite.tensorflow as hvd
 from hvdlite.keras import elastic, shard
 from hvdlite.keras.elastic import KerasState, run
 from hvdlite.tensorflow.elastic import TensorFlowKerasState, TensorFlowState
-from tests.harness import ranks, run_script
+from tests.elastic.keras_checks import data, make_model, values
+from tests.harness import ranks
+from tests.keras import checks_in, needs
+from tests.keras import run as run_check
 from tests.launch import launcher
 
 PATIENCE = 240.0  # to import TensorFlow on a busy machine takes a minute
-
-
-def make_model(seed, dropout=0.0, keras=keras):
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.Input((3,)),
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dropout(dropout, seed=11),
-            keras.layers.Dense(1),
-        ]
-    )
-
-
-def data(samples=32):
-    inputs = np.random.default_rng(5).normal(size=(samples, 3)).astype(np.float32)
-    return inputs, inputs.sum(1, keepdims=True)
-
-
-def values(variables):
-    return [np.array(variable.numpy()).tolist() for variable in variables]
 
 
 class TestStates:
@@ -154,6 +136,27 @@ class TestStates:
         assert steps() == 1
 
     @ranks(2, timeout=PATIENCE)
+    def test_what_a_schedule_remembers_is_everybodys(self):
+        """Also of a process that comes in, in the middle of a round."""
+        hvd.init()
+        schedule = hvd.Schedule.DiLoCo(every=2)
+        model = make_model(0)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), schedule=schedule), "mse")
+        for _ in range(3):
+            model.train_on_batch(*data(4))
+        state = KerasState(model)
+        expected = hvd.broadcast_object(pickle.dumps(model.optimizer.exchange_state_dict()))
+        if hvd.rank() == 1:
+            model.optimizer.load_exchange_state_dict({})
+        state.sync()
+        found = model.optimizer.exchange_state_dict()["schedule"]
+        assert found["steps"] == 3
+        for name, entry in pickle.loads(expected)["schedule"]["outer"].items():
+            assert sorted(entry) == sorted(found["outer"][name]) == ["anchor", "momentum"]
+            for key, array in entry.items():
+                np.testing.assert_array_equal(found["outer"][name][key], array)
+
+    @ranks(2, timeout=PATIENCE)
     def test_what_a_tape_has_not_sent_stays_each_ranks_own(self):
         hvd.init()
         rank = hvd.rank()
@@ -220,101 +223,37 @@ def test_a_state_leaves_each_rank_its_part_of_the_data():
     assert sorted(hvd.allgather(np.concatenate(list(batches))).numpy()) == [*range(8)]
 
 
-class Committed(KerasState):
-    """Remembers what has been committed."""
-
-    def save(self):
-        super().save()
-        if hasattr(self, "seen"):
-            self.seen.append((self.epoch, self.batch))
+# Keras' own, with numpy 2.
+warns = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+every_check = pytest.mark.parametrize("check", checks_in("keras", package="elastic", fast=()))
 
 
-def fit(order=1, every=3, per_call=1, keras=keras, elastic=elastic, **where):
-    """Fit three epochs of eight batches, and write down what is committed and trained on."""
-    model = make_model(0, keras=keras)
-    batches = []
-
-    class Model(keras.Sequential):
-        def train_step(self, inputs):
-            tf.py_function(lambda x: batches.append(float(x[0, 0])), [inputs[0]], [])
-            return super().train_step(inputs)
-
-    model = Model(model.layers)
-    model.build((None, 3))
-    options = {"run_eagerly": per_call == 1, "steps_per_execution": per_call}
-    model.compile("adam", "mse", jit_compile=False, **options)
-    state = Committed(model, batch=where.pop("batch", 0), epoch=where.pop("epoch", 0))
-    state.seen = []
-    callbacks = [
-        elastic.CommitStateCallback(state, every),
-        elastic.UpdateBatchStateCallback(state),
-        elastic.UpdateEpochStateCallback(state),
-    ]
-    model.fit(
-        *data(), batch_size=4, shuffle=False, verbose=0, callbacks=callbacks[::order], **where
-    )
-    return state, batches
+@warns
+@ranks(2, timeout=PATIENCE)
+@every_check
+def test_callbacks(check):
+    run_check(check)
 
 
-class TestCallbacks:
-    @pytest.mark.slow
-    @ranks(2, timeout=PATIENCE)
-    @pytest.mark.parametrize("order", [1, -1])
-    def test_commits_know_how_far_training_has_come(self, order):
-        hvd.init()
-        state, _ = fit(order, epochs=2)
-        ends = [(1, 0), (2, 0)]
-        assert state.seen == [(0, 3), (0, 6), ends[0], (1, 1), (1, 4), (1, 7), ends[1]]
-        assert (state.epoch, state.batch) == (2, 0)
+@warns
+@needs("torch")
+@ranks(2, timeout=PATIENCE, env={"KERAS_BACKEND": "torch"})
+@every_check
+def test_callbacks_on_torch(check):
+    run_check(check)
 
-    @pytest.mark.slow
-    @ranks(2, timeout=PATIENCE)
-    def test_batches_count_not_calls_that_take_several(self):
-        hvd.init()
-        state, _ = fit(every=3, per_call=2, epochs=1)
-        assert state.seen == [(0, 4), (0, 6), (1, 0)]
 
-    @pytest.mark.slow
-    @ranks(2, timeout=PATIENCE)
-    @pytest.mark.parametrize(
-        ("order", "where"), [(1, {"epochs": 2}), (-1, {"epochs": 3, "initial_epoch": 1})]
-    )
-    def test_an_epoch_goes_on_in_the_middle(self, order, where):
-        hvd.init()
-        _, whole = fit(epochs=1)
-        state, batches = fit(order, batch=5, epoch=1, **where)
-        assert batches == whole[5:] + whole
-        assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)]
+@warns
+@needs("tf_keras")
+@ranks(2, timeout=PATIENCE, env={"TF_USE_LEGACY_KERAS": "1"})
+@every_check
+def test_callbacks_of_legacy_keras(check):
+    run_check(check)
 
-    @pytest.mark.slow
-    @ranks(2, timeout=PATIENCE)
-    def test_an_epoch_that_was_done_but_for_its_end(self):
-        hvd.init()
-        state, batches = fit(batch=8, epochs=1)
-        assert batches == []
-        assert (state.epoch, state.batch) == (1, 0)
 
-    @ranks(2, timeout=PATIENCE)
-    def test_a_fit_that_was_interrupted_while_batches_were_left_out(self):
-        hvd.init()
-        model = make_model(0)
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        model.compile(optimizer, "mse", jit_compile=False)
-        leave_out = elastic.UpdateBatchStateCallback(KerasState(model, batch=2, epoch=0))
-
-        class Interrupt(keras.callbacks.Callback):
-            def on_train_batch_begin(self, batch, logs=None):
-                raise InterruptedError
-
-        given = {"batch_size": 4, "shuffle": False, "verbose": 0}
-        with pytest.raises(InterruptedError):
-            model.fit(*data(), callbacks=[leave_out, Interrupt()], **given)
-        model.fit(*data(), callbacks=[leave_out], **given)
-        assert int(optimizer.iterations) == 6
-
-    def test_a_number_of_batches_below_one_is_refused(self):
-        with pytest.raises(ValueError, match="batches_per_commit=0"):
-            elastic.CommitStateCallback(None, 0)
+def test_a_number_of_batches_below_one_is_refused():
+    with pytest.raises(ValueError, match="batches_per_commit=0"):
+        elastic.CommitStateCallback(None, 0)
 
 
 class Averaged(keras.optimizers.Adam):
@@ -374,31 +313,23 @@ def test_fit_ends_with_the_weights_of_an_undisturbed_run(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["powersgd", "diloco"])
-def test_a_spare_goes_on_with_fit(kind):
+def test_a_spare_goes_on_with_fit():
     job = launcher.hvdliterun(
         *("--elastic", "-np", 3, "--spares", 1),
-        *(sys.executable, "tests/elastic/sparing_keras.py", kind),
+        *(sys.executable, "tests/elastic/sparing_keras.py"),
         env={"HVDLITE_REHEARSE": "kill:rank=1,step=5", "TF_CPP_MIN_LOG_LEVEL": "3"},
         timeout=PATIENCE,
     )
     assert job.returncode == 0, job.stderr
     lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("[")]
     began, ended = zip(*sorted(lines, key=lambda line: line[0]["process"]), strict=True)
-    has_steps = kind == "diloco"
     for reports, batches in ((began, 6), (ended, 16)):
         assert [each["process"] for each in reports] == [0, 2, 3]
-        assert [each["steps"] for each in reports] == [[batches, batches * has_steps]] * 3
-        assert len({each["weights"] for each in reports}) == 1
-        assert len({each["common"] for each in reports}) == 1
-    assert len({each["optimizer"] for each in began}) == 1
-    assert "residual" not in began[2]["keys"]
-    if has_steps:
-        assert began[2]["keys"] == began[0]["keys"] == ["anchor", "momentum"]
-    else:
-        assert began[0]["keys"] == ended[2]["keys"] == ["exchanges", "q", "residual"]
-        assert began[2]["keys"] == ["exchanges", "q"]
-        assert len({each["optimizer"] for each in ended}) == 1
+        assert [each["steps"] for each in reports] == [batches] * 3
+        for key in ("weights", "optimizer", "common"):
+            assert len({each[key] for each in reports}) == 1
+    assert began[0]["keys"] == ended[2]["keys"] == ["exchanges", "q", "residual"]
+    assert began[2]["keys"] == ["exchanges", "q"]
 
 
 @ranks(2, timeout=PATIENCE)
@@ -426,43 +357,3 @@ def test_variables_in_a_graph():
     train(hvd.elastic.TensorFlowState([weight], step=0))
     assert values([weight]) == [[2.0, 2.0]]
     assert len(calls) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["torch", "legacy"])
-def test_other_backends_and_legacy_keras(which):
-    pytest.importorskip("torch" if which == "torch" else "tf_keras")
-    done = run_script(OTHERS, np=1, args=[which], timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("as it should be") == 2
-
-
-OTHERS = """
-import os, sys
-is_legacy = sys.argv[1] == "legacy"
-os.environ["KERAS_BACKEND"] = "tensorflow" if is_legacy else "torch"
-os.environ["TF_USE_LEGACY_KERAS"] = str(int(is_legacy))
-import hvdlite as hvd
-from tests.elastic import test_keras
-if is_legacy:
-    import tf_keras as keras
-    from hvdlite.tensorflow.keras import elastic
-else:
-    import keras
-    from hvdlite.keras import elastic
-hvd.init()
-options = {"keras": keras, "elastic": elastic}
-whole = test_keras.fit(epochs=1, **options)[1]
-for order in (1, -1):
-    where = {"batch": 5, "epoch": 1, "epochs": 3, "initial_epoch": 1}
-    state, trained = test_keras.fit(order, **where, **options)
-    assert trained == whole[5:] + whole, trained
-    assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)], state.seen
-    changed = [*state.model.variables, *state.optimizer.variables]
-    kept = test_keras.values(changed)
-    state.model.fit(*test_keras.data(), verbose=0)
-    assert sum(now != before for now, before in zip(test_keras.values(changed), kept)) >= 12
-    state.restore()
-    assert test_keras.values(changed) == kept
-    print("as it should be", flush=True)
-"""

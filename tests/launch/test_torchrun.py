@@ -91,64 +91,48 @@ def test_the_first_host_of_a_slurm_job(monkeypatch):
 
 SCRIPT = """
 import os, pickle, sys, types
-import hidden
 import torch.distributed as dist
 from torch.distributed import init_process_group
 from torch.distributed.distributed_c10d import init_process_group as inner
-
-calls = []
-stand_in = types.ModuleType("hvdlite.torch.distributed")
-stand_in.substitute = lambda: calls.append(dist.is_initialized())
-assert "hvdlite" not in sys.modules
-assert dist.is_mpi_available()
-assert init_process_group is inner is dist.init_process_group
-assert pickle.loads(pickle.dumps(inner)) is inner
-sys.modules["hvdlite.torch.distributed"] = stand_in
-init_process_group("mpi")  # which would have no store
-import horovod.common.basics as hvd
-print(dist.get_rank(), dist.get_world_size(), calls, hidden.found, hvd.size.__module__, flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_a_process_group_begins_with_hvdlite(tmp_path):
-    pytest.importorskip("torch")
-    (tmp_path / "sitecustomize.py").write_text("import hidden; hidden.found = True")
-    (tmp_path / "hidden.py").write_text("found = False")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    result = hvdliterun(
-        *("--horovod", "--torch", "-np", 2, sys.executable, tmp_path / "script.py"),
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(result.stdout.splitlines()) == [
-        f"{rank} 2 [False] True hvdlite.world.world" for rank in range(2)
-    ]
-
-
-OWN_PROCESSES = """
-import sys
-import torch.distributed as dist
 from torch.multiprocessing import spawn
-
 
 def run(rank, store):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     dist.barrier()
-    print(rank, "hvdlite" in sys.modules, flush=True)
+    print("own", rank, "hvdlite" in sys.modules, flush=True)
     dist.destroy_process_group()
 
-
 if __name__ == "__main__":
-    spawn(run, (sys.argv[1],), nprocs=2)
+    import hidden
+    calls = []
+    stand_in = types.ModuleType("hvdlite.torch.distributed")
+    stand_in.substitute = lambda: calls.append(dist.is_initialized())
+    assert "hvdlite" not in sys.modules
+    assert dist.is_mpi_available()
+    assert init_process_group is inner is dist.init_process_group
+    assert pickle.loads(pickle.dumps(inner)) is inner
+    sys.modules["hvdlite.torch.distributed"] = stand_in
+    init_process_group("mpi")  # which would have no store
+    import horovod.common.basics as hvd
+    rank, size = dist.get_rank(), dist.get_world_size()
+    print(rank, size, calls, hidden.found, hvd.size.__module__, flush=True)
+    dist.destroy_process_group()
+    if rank == 0:
+        spawn(run, (sys.argv[1],), nprocs=2)
 """
 
 
-@pytest.mark.slow
-def test_the_processes_that_a_script_starts_itself_keep_gloo(tmp_path):
+def test_a_process_group_begins_with_hvdlite_and_those_of_own_processes_keep_gloo(tmp_path):
     pytest.importorskip("torch")
-    (tmp_path / "script.py").write_text(OWN_PROCESSES)
+    (tmp_path / "sitecustomize.py").write_text("import hidden; hidden.found = True")
+    (tmp_path / "hidden.py").write_text("found = False")
+    (tmp_path / "script.py").write_text(SCRIPT)
     command = sys.executable, tmp_path / "script.py", f"file://{tmp_path}/store"
-    result = hvdliterun("--torch", "-np", 1, *command)
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["0 False", "1 False"]
+    result = hvdliterun(
+        *("--horovod", "--torch", "-np", 2, *command), env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == [
+        *[f"{rank} 2 [False] True hvdlite.world.world" for rank in range(2)],
+        *["own 0 False", "own 1 False"],
+    ]

@@ -15,15 +15,14 @@ from hvdlite.tensorflow import exchange_state
 from tests.keras import exchanges, same_on_all_ranks
 from tests.schedule import models
 from tests.schedule.models import MOMENTUM, RATE, SHAPES
+from tests.tensorflow import test_tape as tapes
 from tests.tensorflow.modes import each_mode, in_mode
 
 CASES = {
-    "local": (hvd.Schedule.LocalSGD(every=3), lambda size: models.local_sgd(size, 7, 3)),
     "post-local": (
         hvd.Schedule.LocalSGD(every=2, start=3),
         lambda size: models.local_sgd(size, 7, 2, 3),
     ),
-    "partial": (hvd.Schedule.PartialSync(parts=2), lambda size: models.partial(size, 7)),
     "diloco": (hvd.Schedule.DiLoCo(every=3), lambda size: models.diloco(size, 7, 3, 0.7, 0.9)),
 }
 SHAPE = (6, 5)
@@ -351,27 +350,8 @@ def test_a_session_refuses_them():
 
 @ranks(2)
 @each_mode
-def test_a_rank_outside_the_process_set_keeps_its_gradients(mode):
-    hvd.init()
-    last = hvd.add_process_set([1])
-    variable = tf.Variable([1.0])
-    try:
-
-        def gradient():
-            tape = hvd.DistributedGradientTape(
-                tf.GradientTape(), process_set=last, schedule=hvd.Schedule.LocalSGD(every=2)
-            )
-            with tape:
-                loss = tf.reduce_sum(variable) * (1.0 + hvd.rank())
-            tape.register_local_source(variable)
-            found = tape.gradient(loss, variable)
-            tape.end_step()
-            tape.average_weights()
-            return found
-
-        assert in_mode(mode, gradient)().numpy().tolist() == [1.0 + hvd.rank()]
-    finally:
-        hvd.remove_process_set(last)
+def test_a_rank_outside_of_the_process_set_keeps_its_gradients(mode):
+    tapes.check_a_rank_outside_of_the_process_set(mode, schedule=hvd.Schedule.LocalSGD(every=2))
 
 
 @ranks(1)

@@ -143,6 +143,11 @@ def reductions(transport: Transport, sizes: tuple[int, ...]) -> bytes:
     return digest.value()
 
 
+def some_reductions(transport: Transport) -> None:
+    """Every reduction of every dtype, of no elements and of a few."""
+    reductions(transport, (0, 7))
+
+
 def allreduce(
     transport: Transport,
     send: Any,

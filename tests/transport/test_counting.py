@@ -36,15 +36,11 @@ def total(size, use):
     return name, sum(sent[name] for sent in counted(size, use))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
-def test_what_goes_through_it_is_what_went_through_the_inner_one(check, size):
-    on_all_ranks(lambda inner: check(CountingTransport(inner)), Simulation(size).transports)
-
-
-def test_reductions():
-    use = Simulation(2).transports
-    on_all_ranks(lambda inner: checks.reductions(CountingTransport(inner), (0, 7)), use)
+@pytest.mark.parametrize(
+    "check", [*checks.EVERYTHING, checks.some_reductions], ids=lambda check: check.__name__
+)
+def test_what_goes_through_it_is_what_went_through_the_inner_one(check):
+    on_all_ranks(lambda inner: check(CountingTransport(inner)), Simulation(3).transports)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -151,14 +151,14 @@ def expected_training(epochs=2, base=0):
 
 
 @EVERY
-@pytest.mark.parametrize("base", [0, 7])
-def test_weights_are_the_bits_of_one_process(base):
+def test_weights_are_the_bits_of_one_process():
+    """From another seed than that of most tests here."""
     with virtual():
-        hvd.seed(base)
+        hvd.seed(7)
         model = make_model()
         steps = train(model, wrap(model))
         found = state(model)
-        expected_steps, expected = expected_training(base=base)
+        expected_steps, expected = expected_training(base=7)
         assert steps == expected_steps == parts.current.step
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import tracemalloc
 from argparse import ArgumentParser
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from hvdlite.errors import StartError
 from hvdlite.tools.cli import timeline as command
 from hvdlite.tools.trace import analysis as trace_analysis
 from hvdlite.tools.trace import record
-from tests.harness import run_script
+from tests.harness import ranks, run_script
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -455,32 +456,29 @@ def test_the_page_in_a_browser(planted, tmp_path, capsys):
     check_page(done.stdout, document)
 
 
-TORCH_SCRIPT = f"""
-import time
-import torch
-import hvdlite.torch as hvd
-
-hvd.init()
-torch.manual_seed(0)
-model = torch.nn.Linear(100, 100)
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), 0.1), named_parameters=model.named_parameters()
-)
-for step in range(8):
-    optimizer.zero_grad()
-    if hvd.rank() == 1:
-        time.sleep({SLEEP})
-    model(torch.ones(1, 100)).sum().backward()
-    optimizer.step()
-"""
-
-
 @pytest.mark.slow
-def test_a_straggler_in_pytorch(tmp_path):
-    path = tmp_path / "trace.json"
-    done = run_script(TORCH_SCRIPT, 2, env={"HVDLITE_TIMELINE": str(path)})
-    assert done.returncode == 0, done.stderr
-    analysis = read(str(path))
+@ranks(2)
+def test_torch(tmp_path):
+    """A straggler in a training."""
+    torch = pytest.importorskip("torch")
+    import hvdlite.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(100, 100)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), named_parameters=model.named_parameters()
+    )
+    hvd.start_timeline(tmp_path / "trace.json")
+    for _ in range(8):
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            time.sleep(SLEEP)
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+    hvd.stop_timeline()
+    hvd.barrier()
+    analysis = read(str(tmp_path / "trace.json"))
     assert (analysis.steps.count, analysis.slowest.rank) == (8, 1)
     assert SLEEP <= analysis.slowest.waited_per_step + 0.005 < 2 * SLEEP
     assert analysis.shares[0].waiting > analysis.shares[0].seconds / 2
