@@ -29,9 +29,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1960, "collectives"),
-    "gradients": (7, 3356, "gradients"),
+    "gradients": (7, 3353, "gradients"),
     "recipe": (7, 2451, "recipe"),
-    "torch": (8, 6161, "torch"),
+    "torch": (8, 6163, "torch"),
     "tensorflow": (8, 2975, "tensorflow"),
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (

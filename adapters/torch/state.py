@@ -71,27 +71,29 @@ def broadcast_parameters(
     for handle in handles:
         synchronize(handle)
     if engine.size > 1:
-        watch_steps()
+        watch_steps(sum(tensor.numel() * tensor.itemsize for _, tensor in tensors))
 
 
-def watch_steps() -> None:
-    """Warn if the first optimizer that steps from now on, distributed or not, exchanges nothing."""
+def watch_steps(nbytes: int = 0) -> None:
+    """Warn if the first optimizer that steps from now on, distributed or not, exchanges nothing.
+
+    Args:
+        nbytes: the size of the weights, if it is known.
+    """
     global _lone_steps, _watched
     if _lone_steps is None:
         register_optimizer_step_post_hook(_after_step)  # for good: it cannot remove itself
     else:
         _lone_steps.end()
-    _lone_steps, _watched = LoneSteps(_REMEDY), None
+    _lone_steps, _watched = LoneSteps(_REMEDY, nbytes), None
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     global _watched
-    if _lone_steps is None or (_watched is not None and _watched() is not optimizer):
-        return
     if _watched is None:
         _watched = weakref.ref(optimizer)
-        weights = (each for group in optimizer.param_groups for each in group["params"])
-        _lone_steps.nbytes = sum(each.numel() * each.itemsize for each in weights)
+    if _lone_steps is None or _watched() is not optimizer:
+        return
     if torch.distributed.is_initialized():  # for DDP, say, over any library
         _lone_steps.end()
     else:

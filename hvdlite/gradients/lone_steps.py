@@ -30,14 +30,11 @@ class LoneSteps:
 
     Args:
         remedy: the call that exchanges gradients.
-
-    Attributes:
-        nbytes: the size of the weights.
+        nbytes: the size of the weights, if it is known.
     """
 
     def __init__(self, remedy: str, nbytes: int = 0) -> None:
-        self._remedy = remedy
-        self.nbytes = nbytes
+        self._remedy, self._least = remedy, _PART * nbytes
         self._steps = self._shared = self._counted = 0
         self._submitted = 0  # bytes, since the last step
         observers.add(self)
@@ -55,7 +52,7 @@ class LoneSteps:
         """
         before, self._counted = self._counted, status.counts.total()
         self._steps += 1
-        self._shared += self._submitted > _PART * self.nbytes or self._counted > before
+        self._shared += self._submitted > self._least or self._counted > before
         self._submitted = 0
         if self._steps != _STEPS:
             return self._steps < _STEPS
