@@ -391,6 +391,23 @@ def undisturbed(passes=1):
     return train(None, "never", passes)
 
 
+@ranks(2)
+def test_news_of_hosts_interrupt_all_ranks_and_callbacks_follow_a_reset():
+    hvd.init()
+    state = TorchState(torch.nn.Linear(2, 1), epoch=0)
+    assert isinstance(state, hvd.elastic.State)
+    called = []
+    state.register_reset_callbacks([lambda: called.append("reset")])
+    state.check_host_updates()  # nothing new: it returns on all ranks
+    if hvd.rank() == 1:
+        state.on_hosts_updated(1.0, hvd.elastic.HostUpdate.ADDED)
+    with pytest.raises(hvd.HostsUpdatedInterrupt):
+        state.check_host_updates()
+    state.on_reset()
+    assert called == ["reset"]
+    state.commit()
+
+
 def by_sync(optimizer):
     hvd.elastic.TorchState(optimizer=optimizer).sync()
 

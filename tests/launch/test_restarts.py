@@ -97,7 +97,7 @@ def test_nothing_is_left_between_runs(lives, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_last_step_is_named_without_restarts_too():
-    """Of an optimizer: tests/torch/test_optimizer.py, and so on, look at what has been counted."""
+    """Tests of the optimizers, such as tests/torch/test_optimizer.py, look at what they count."""
     code = (
         "import os, hvdlite as hvd\n"
         "from hvdlite.observe import status\n"

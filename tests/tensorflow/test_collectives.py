@@ -50,6 +50,25 @@ def test_sum_of_every_dtype_and_shape(size, mode):
 
 @ranks(2)
 @each_mode
+def test_min_max_product_and_bool(size, mode):
+    hvd.init()
+    number = tf.constant([hvd.rank() + 1, -hvd.rank()])
+    flags = tf.constant([hvd.rank() == 0, True, False])
+
+    def reduce():
+        numbers = [hvd.allreduce(number, op=op) for op in (hvd.Min, hvd.Max, hvd.Product)]
+        return numbers, [hvd.allreduce(flags, op=op) for op in (hvd.Max, hvd.Min)]
+
+    (least, most, product), (anywhere, everywhere) = in_mode(mode, reduce)()
+    assert least.numpy().tolist() == [1, 1 - size]
+    assert most.numpy().tolist() == [size, 0]
+    assert product.numpy().tolist() == [np.prod(range(1, size + 1)), 0]
+    assert anywhere.numpy().tolist() == [True, True, False]
+    assert everywhere.numpy().tolist() == [size == 1, True, False]
+
+
+@ranks(2)
+@each_mode
 def test_average_is_the_default_and_factors_scale(size, mode):
     hvd.init()
     tensor = tf.fill([5], float(hvd.rank()))
