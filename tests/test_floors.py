@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1532, "base errors version"),
     "world": (2, 806, "world"),
     "observe": (2, 1210, "observe"),
-    "transport": (3, 3746, "transport"),
+    "transport": (3, 3747, "transport"),
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1960, "collectives"),

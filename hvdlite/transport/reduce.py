@@ -40,7 +40,8 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    perform(prepare_reduction(result.dtype, op, scaling)(result, parts))
+    for function, arguments in prepare_reduction(result.dtype, op, scaling)(result, parts):
+        function(*arguments)
 
 
 def perform(calls: Sequence[Call]) -> None:
