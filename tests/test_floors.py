@@ -29,10 +29,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1960, "collectives"),
-    "gradients": (7, 3353, "gradients"),
+    "gradients": (7, 3360, "gradients"),
     "recipe": (7, 2451, "recipe"),
-    "torch": (8, 6163, "torch"),
-    "tensorflow": (8, 2975, "tensorflow"),
+    "torch": (8, 6173, "torch"),
+    "tensorflow": (8, 2978, "tensorflow"),
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,

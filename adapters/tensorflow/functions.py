@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdlite import collectives
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.lone_steps import LoneSteps
+from hvdlite.observe import status
 from hvdlite.recipe.variables import broadcast_arrays
 from hvdlite.tensorflow import errors
 from hvdlite.tensorflow.errors import translated
@@ -184,28 +185,30 @@ def _watch_training(variables: Sequence[Any], process_set: ProcessSet) -> None:
     if _lone_steps is not None:
         _lone_steps.end()
     sizes = {id(each): (each.shape.num_elements() or 0) * each.dtype.size for each in trained}
-    _lone_steps = LoneSteps(
-        "call hvd.DistributedGradientTape(tape), or DistributedOptimizer", sum(sizes.values())
-    )
+    _lone_steps = LoneSteps(sum(sizes.values()))
     # Those of the last layer are among the smallest, and get a gradient in each step.
     trained.sort(key=lambda each: sizes[id(each)])
     watched = [*map(weakref.ref, trained[:_WATCHED])]
-    errors.after_graph = partial(_count_change, _lone_steps, watched, [])
+    counts = status.counts.total()
+    errors.after_graph = partial(_count_change, _lone_steps, watched, [], counts)
 
 
 def _count_change(
-    steps: LoneSteps, watched: Sequence[Callable[[], tf.Variable | None]], last: list[bytes]
+    steps: LoneSteps,
+    watched: Sequence[Callable[[], tf.Variable | None]],
+    last: list[bytes],
+    wrapped: int,
 ) -> None:
-    """Count a step if a graph has changed some variables; forget them when one is gone."""
+    """Count a step if a graph has changed some variables, and no wrapped tape has made steps."""
     variables = [variable() for variable in watched]
-    goes_on = all(each is not None for each in variables)
-    if goes_on:
-        now = [to_array(read(variable)).tobytes() for variable in variables]
-        if last and now != last:
-            goes_on = steps.count("tf.function")
-        last[:] = now
-    if not goes_on:
+    if any(each is None for each in variables) or status.counts.total() > wrapped:
         steps.end()
+    else:
+        now = [to_array(read(variable)).tobytes() for variable in variables]
+        if last and now != last and steps.count():
+            steps.warn("tf.function", "hvd.DistributedGradientTape(tape), or DistributedOptimizer")
+        last[:] = now
+    if steps.is_over:
         errors.after_graph = lambda: None
 
 

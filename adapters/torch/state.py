@@ -10,6 +10,7 @@ import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from hvdlite.world import world
 # The last part of the keys under which torch stores the result of get_extra_state().
 _EXTRA_STATE = "_extra_state"
 
-_REMEDY = "call hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
+_REMEDY = "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
 _lone_steps: LoneSteps | None = None
 _watched: weakref.ref[torch.optim.Optimizer] | None = None
 
@@ -75,7 +76,7 @@ def broadcast_parameters(
 
 
 def watch_steps(nbytes: int = 0) -> None:
-    """Warn if the first optimizer that steps from now on, distributed or not, exchanges nothing.
+    """Warn if the first plain optimizer that steps from now on exchanges nothing.
 
     Args:
         nbytes: the size of the weights, if it is known.
@@ -85,19 +86,28 @@ def watch_steps(nbytes: int = 0) -> None:
         register_optimizer_step_post_hook(_after_step)  # for good: it cannot remove itself
     else:
         _lone_steps.end()
-    _lone_steps, _watched = LoneSteps(_REMEDY, nbytes), None
+    _lone_steps, _watched = LoneSteps(nbytes), None
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     global _watched
-    if _watched is None:
-        _watched = weakref.ref(optimizer)
-    if _lone_steps is None or _watched() is not optimizer:
+    if _lone_steps is None or _lone_steps.is_over or hasattr(optimizer, "stepped"):
         return
+    _watched = _watched or weakref.ref(optimizer)
+    is_first = _watched() is optimizer
     if torch.distributed.is_initialized():  # for DDP, say, over any library
         _lone_steps.end()
-    else:
-        _lone_steps.count(type(optimizer).__name__)
+    elif is_first and _lone_steps.count() and not _is_inner(optimizer):
+        _lone_steps.warn(type(optimizer).__name__, _REMEDY)
+
+
+def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a wrapped optimizer has its parameters, as one around it does."""
+    from hvdlite.torch.wrapping import living  # which imports this module
+
+    wrapped = {id(each) for outer in living() for each in outer._trainable()}
+    groups = (group["params"] for group in optimizer.param_groups)
+    return not wrapped.isdisjoint(map(id, chain.from_iterable(groups)))
 
 
 def _named(params: Parameters) -> list[tuple[str, Any]]:

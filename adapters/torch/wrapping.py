@@ -478,7 +478,7 @@ def extend_torch() -> None:
     @functools.wraps(zero_grad)
     def zero_averages(self: torch.nn.Module, set_to_none: bool = True) -> None:
         parameters = {*map(id, self.parameters())}
-        for optimizer in _living():
+        for optimizer in living():
             if parameters.issuperset(map(id, optimizer._parameter_names)):
                 optimizer._forget_gradients()
         zero_grad(self, set_to_none)
@@ -507,7 +507,7 @@ def _after_exchange(clip: Callable[..., Any]) -> Callable[..., Any]:
 def _wait_for_averages(clipped: list[torch.Tensor]) -> None:
     """Exchange the gradients of parameters if there are new ones, here or elsewhere."""
     parameters = {*map(id, clipped)}
-    for optimizer in _living():  # of two with the same parameters, the last exchanges them
+    for optimizer in living():  # of two with the same parameters, the last exchanges them
         own = optimizer._trainable()
         if parameters.isdisjoint(map(id, own)):
             continue
@@ -516,6 +516,6 @@ def _wait_for_averages(clipped: list[torch.Tensor]) -> None:
             optimizer._prepare_clipping()
 
 
-def _living() -> list[Distributed]:
+def living() -> list[Distributed]:
     """Return the distributed optimizers that there are, the last first."""
     return [each for reference in reversed(_wrapped) if (each := reference()) is not None]

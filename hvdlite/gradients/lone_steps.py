@@ -11,65 +11,72 @@ from typing import Any
 
 from hvdlite.base import observers
 from hvdlite.engine import runtime
-from hvdlite.observe import status
 from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 
-# A warning comes after so many steps, if fewer than half of them come with an exchange. A metric is
-# no exchange: it has fewer bytes than this part of the weights.
+# Who makes so many steps trains alone if fewer than half of them come with an exchange. A metric is
+# none: it has fewer bytes than this part of the weights.
 _STEPS, _PART = 50, 1 / 1000
+# The operations after which to look no longer.
+_MOST = 10_000
 
 
 class LoneSteps:
-    """Count steps, and those of them that come without an exchange.
+    """Count the steps of an optimizer that is not wrapped, and what this rank exchanges by name.
 
-    A step has one if operations have been submitted since the step before, or if a wrapped
-    optimizer has counted it, which may exchange weights seldom. This is an observer until it has
-    counted enough steps, and warns then, on rank 0.
+    It is an observer until it has counted enough.
 
     Args:
-        remedy: the call that exchanges gradients.
         nbytes: the size of the weights, if it is known.
+
+    Attributes:
+        is_over: whether there is no more to count.
     """
 
-    def __init__(self, remedy: str, nbytes: int = 0) -> None:
-        self._remedy, self._least = remedy, _PART * nbytes
-        self._steps = self._shared = self._counted = 0
+    def __init__(self, nbytes: int = 0) -> None:
+        self.is_over = False
+        self._least = _PART * nbytes
+        self._steps = self._lone = self._operations = 0
         self._submitted = 0  # bytes, since the last step
         observers.add(self)
 
     def __call__(self, point: str, *about: Any) -> None:
         """Observe that operations are submitted."""
         if point == "submit":
-            self._submitted += sum(each.nbytes for each in about[1])
+            lane, operations = about
+            if lane.startswith("named"):  # those of wrapped optimizers are not this one's
+                self._submitted += sum(each.nbytes for each in operations)
+            self._operations += 1
+            if self._operations > _MOST:
+                self.end()
 
-    def count(self, what: str) -> bool:
-        """Count a step; return whether there are more to count.
-
-        Args:
-            what: what makes the steps, for the message.
-        """
-        before, self._counted = self._counted, status.counts.total()
+    def count(self) -> bool:
+        """Count a step; return whether it is the last, and most had no exchange before them."""
+        if self.is_over:
+            return False
         self._steps += 1
-        self._shared += self._submitted > self._least or self._counted > before
+        self._lone += self._submitted <= self._least
         self._submitted = 0
-        if self._steps != _STEPS:
-            return self._steps < _STEPS
-        self.end()
-        is_due = 2 * self._shared < _STEPS and world.is_initialized() and world.rank() == 0
+        if self._steps == _STEPS:
+            self.end()
+        return self.is_over and 2 * self._lone > _STEPS
+
+    def warn(self, what: str, remedy: str) -> None:
+        """Warn on rank 0, unless nothing is to be compared, and tell how to exchange gradients."""
+        is_due = world.is_initialized() and world.rank() == 0
         if is_due and runtime.engine().settings.check_ranks != "off":
             _log.warning(
                 "each rank trains by itself: before %d of the %d steps of %s nothing was "
-                "exchanged; %s (where ranks exchange by other means than hvdlite, or seldom, "
+                "exchanged; call %s (where ranks exchange by other means than hvdlite, or seldom, "
                 "HVDLITE_CHECK_RANKS=off leaves this out)",
-                _STEPS - self._shared,
-                _STEPS,
+                self._lone,
+                self._steps,
                 what,
-                self._remedy,
+                remedy,
             )
-        return False
 
     def end(self) -> None:
-        """Observe no longer."""
+        """Count and observe no longer."""
+        self.is_over = True
         observers.remove(self)

@@ -428,33 +428,50 @@ def metric(model, number):
     hvd.allreduce(torch.ones(1))
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that has another one make its steps."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
 @ranks(2)
 def test_an_optimizer_that_was_not_wrapped():
     hvd.init()
-    # What is exchanged before each step, whether the optimizer is wrapped, and what begins it.
+    # What is exchanged before each step, how the optimizer is made, and what begins the count.
     cases = [
-        (None, False, "broadcast"),
-        (None, False, "sampler"),
-        (metric, False, "broadcast"),
-        (by_hand, False, "broadcast"),
-        (None, True, "broadcast"),
-        (None, False, ""),
+        (None, "plain", "broadcast"),
+        (None, "plain", "sampler"),
+        (metric, "plain", "broadcast"),
+        (None, "beside", "broadcast"),
+        (by_hand, "plain", "broadcast"),
+        (None, "wrapped", "broadcast"),
+        (None, "around", "broadcast"),
+        (None, "plain", ""),
     ]
     warned = []
-    for exchange, wraps, begins in cases:
+    for exchange, kind, begins in cases:
         model = torch.nn.Sequential(make_model(), torch.nn.Linear(2, 2000))
         optimizer = torch.optim.Adam(model.parameters())
-        if wraps:
-            optimizer = wrap(model, optimizer)
+        if kind in ("wrapped", "around"):
+            optimizer = wrap(model, Around(optimizer) if kind == "around" else optimizer)
         if begins == "broadcast":
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         elif begins == "sampler":
             hvd.ShardSampler(100, batch_size=10)
+        other = make_model()
+        others = wrap(other) if kind == "beside" else None
         with logged() as messages:
             for number in range(60):
+                if others is not None:
+                    step(other, others, number)
                 before = partial(exchange, model, number) if exchange else lambda: None
                 step(model, optimizer, number, before)
         alone = [each for each in messages if each.startswith("each rank trains by itself")]
         assert all("of the 50 steps of Adam nothing was exchanged" in each for each in alone)
         warned.append(len(alone))
-    assert warned == ([1, 1, 1, 0, 0, 0] if hvd.rank() == 0 else [0] * 6)
+    assert warned == ([1, 1, 1, 1, 0, 0, 0, 0] if hvd.rank() == 0 else [0] * 8)
