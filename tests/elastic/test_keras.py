@@ -22,8 +22,6 @@ from hvdlite.keras.elastic import KerasState, run
 from hvdlite.tensorflow.elastic import TensorFlowKerasState, TensorFlowState
 from tests.elastic.keras_checks import data, make_model, values
 from tests.harness import ranks
-from tests.keras import checks_in, needs
-from tests.keras import run as run_check
 from tests.launch import launcher
 
 PATIENCE = 240.0  # to import TensorFlow on a busy machine takes a minute
@@ -221,34 +219,6 @@ def test_a_state_leaves_each_rank_its_part_of_the_data():
     state.sync()
     assert state.batches is batches
     assert sorted(hvd.allgather(np.concatenate(list(batches))).numpy()) == [*range(8)]
-
-
-# Keras' own, with numpy 2.
-warns = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-every_check = pytest.mark.parametrize("check", checks_in("keras", package="elastic", fast=()))
-
-
-@warns
-@ranks(2, timeout=PATIENCE)
-@every_check
-def test_callbacks(check):
-    run_check(check)
-
-
-@warns
-@needs("torch")
-@ranks(2, timeout=PATIENCE, env={"KERAS_BACKEND": "torch"})
-@every_check
-def test_callbacks_on_torch(check):
-    run_check(check)
-
-
-@warns
-@needs("tf_keras")
-@ranks(2, timeout=PATIENCE, env={"TF_USE_LEGACY_KERAS": "1"})
-@every_check
-def test_callbacks_of_legacy_keras(check):
-    run_check(check)
 
 
 def test_a_number_of_batches_below_one_is_refused():
