@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1960, "collectives"),
-    "gradients": (7, 3360, "gradients"),
+    "gradients": (7, 3366, "gradients"),
     "recipe": (7, 2451, "recipe"),
     "torch": (8, 6173, "torch"),
     "tensorflow": (8, 2978, "tensorflow"),

@@ -205,7 +205,7 @@ def _count_change(
         steps.end()
     else:
         now = [to_array(read(variable)).tobytes() for variable in variables]
-        if last and now != last and steps.count():
+        if steps.count(bool(last) and now != last):
             steps.warn("tf.function", "hvd.DistributedGradientTape(tape), or DistributedOptimizer")
         last[:] = now
     if steps.is_over:

@@ -18,7 +18,7 @@ _log = logging.getLogger("hvdlite")
 # Who makes so many steps trains alone if fewer than half of them come with an exchange. A metric is
 # none: it has fewer bytes than this part of the weights.
 _STEPS, _PART = 50, 1 / 1000
-# The operations after which to look no longer.
+# The operations and graphs after which to look no longer.
 _MOST = 10_000
 
 
@@ -37,7 +37,7 @@ class LoneSteps:
     def __init__(self, nbytes: int = 0) -> None:
         self.is_over = False
         self._least = _PART * nbytes
-        self._steps = self._lone = self._operations = 0
+        self._steps = self._lone = self._looks = 0
         self._submitted = 0  # bytes, since the last step
         observers.add(self)
 
@@ -47,20 +47,26 @@ class LoneSteps:
             lane, operations = about
             if lane.startswith("named"):  # those of wrapped optimizers are not this one's
                 self._submitted += sum(each.nbytes for each in operations)
-            self._operations += 1
-            if self._operations > _MOST:
-                self.end()
+            self._look()
 
-    def count(self) -> bool:
-        """Count a step; return whether it is the last, and most had no exchange before them."""
+    def count(self, is_step: bool = True) -> bool:
+        """Count a step, unless it is none; return whether most had no exchange, after the last."""
         if self.is_over:
             return False
-        self._steps += 1
-        self._lone += self._submitted <= self._least
-        self._submitted = 0
-        if self._steps == _STEPS:
+        self._look()
+        if is_step:
+            self._steps += 1
+            self._lone += self._submitted <= self._least
+            self._submitted = 0
+        if self._steps < _STEPS:
+            return False
+        self.end()
+        return 2 * self._lone > _STEPS
+
+    def _look(self) -> None:
+        self._looks += 1
+        if self._looks > _MOST:
             self.end()
-        return self.is_over and 2 * self._lone > _STEPS
 
     def warn(self, what: str, remedy: str) -> None:
         """Warn on rank 0, unless nothing is to be compared, and tell how to exchange gradients."""
