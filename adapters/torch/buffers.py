@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,8 @@ _SAMPLE = 2**12
 
 # The number of tensors that view a storage. It is not public: where it is absent, all is copied.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# The storage of a tensor, as the former takes it, without an object of Python.
+_storage_of: Callable[[torch.Tensor], int] | None = getattr(torch._C, "_storage_address", None)
 # The number of owners of a tensor, arrays of other libraries that view it by DLPack among them.
 _owner_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 
@@ -38,13 +40,9 @@ _owner_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count"
 Copies = list[tuple[slice, torch.Tensor]]
 
 _layout, _identity = operator.attrgetter("layout"), operator.attrgetter("_cdata")
-_requires_grad = operator.attrgetter("requires_grad")
-_gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
-_number = operator.itemgetter(0)
+_version = operator.attrgetter("_version")
+_gradient, _number = operator.attrgetter("grad"), operator.itemgetter(0)
 _STRIDED = {torch.strided}
-# So many gradients are looked at and replaced at a time: torch keeps the Python object of a storage
-# as long as the storage, and hundreds of objects more would start the garbage collector.
-_PART = 128
 
 
 class Step:
@@ -257,27 +255,19 @@ class GradientBuffers:
             return [(slice(None), slot)]
         return [(part, slot[part]) for part in self._read(number)]
 
-    def hand_over(self, gradients: list[Any], numbers: Sequence[int]) -> None:
+    def hand_over(self, step: Step) -> None:
         """Let the parameters' gradients be their averages, once the exchange has ended.
 
         An average is sparse where any rank's gradient was: an optimizer rounds both forms
-        differently, or takes only one.
-
-        Args:
-            gradients: of all parameters; those that averages cannot be written to are replaced.
-            numbers: of those that have an average.
+        differently, or takes only one. Gradients that averages cannot be written to are replaced,
+        also in ``step.gradients``.
         """
+        gradients, numbers = step.gradients, step.averaged or []
         found = [*map(gradients.__getitem__, numbers)]
         if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
             for number in numbers:
                 if gradients[number] is None or gradients[number].layout is not torch.strided:
-                    gradients[number] = self._new_gradient(number)
-        self._write_averages(gradients, numbers)
-        for number, axes in self._exchange.densified.items():
-            parameter = self._parameters[number]
-            parameter.grad = cast(torch.Tensor, parameter.grad).to_sparse(axes)
-
-    def _write_averages(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
+                    self._replace(step, number)
         if any(self.large):
             replaced = {
                 n for n in numbers if self.large[n] and self._can_replace_memory(n, gradients[n])
@@ -289,41 +279,37 @@ class GradientBuffers:
                 _replace_memory([gradients[number]], [average])
             numbers = [number for number in numbers if number not in replaced]
         if numbers:
-            self._write_small([*map(gradients.__getitem__, numbers)], numbers)
+            self._write_small(step, numbers)
+        for number, axes in self._exchange.densified.items():
+            parameter = self._parameters[number]
+            parameter.grad = gradients[number] = gradients[number].to_sparse(axes)
 
-    def _write_small(self, gradients: list[torch.Tensor], numbers: Sequence[int]) -> None:
+    def _write_small(self, step: Step, numbers: Sequence[int]) -> None:
         """Let small gradients become views of the averages, or copy these if any is shared."""
         results = self._results  # a call for each takes longer
+        gradients = [*map(step.gradients.__getitem__, numbers)]
         averages: list[Any] = [*map(results.__getitem__, numbers)]
         if self._lends and {*map(type, averages)} == {torch.Tensor}:
-            count = self._lend(gradients, averages)
-            gradients, numbers = gradients[count:], numbers[count:]
-            if not gradients:
+            # Those of version 0 have just been made, by the backward pass.
+            are_new = any(step.passes) and not any(step.versions)
+            if _are_alone(gradients, are_new=are_new):
+                self._is_lent = True
+                for bucket, _ in self._small:
+                    self._exchange.buckets.lane.release(bucket.arrays.result)
+                _replace_memory(gradients, averages)
                 return
         averages = [self._average(n) if results[n] is None else results[n] for n in numbers]
         with torch.no_grad():
             try:
                 torch._foreach_copy_(gradients, averages)
             except RuntimeError:  # of one that repeats an element, or is a view as conjugates
-                torch._foreach_copy_([*map(self._new_gradient, numbers)], averages)
+                torch._foreach_copy_([self._replace(step, n) for n in numbers], averages)
 
-    def _lend(self, gradients: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> int:
-        """Let gradients become views of the averages, up to where one is shared; count them."""
-        for start in range(0, len(gradients), _PART):
-            part = gradients[start : start + _PART]
-            if not _are_alone(part):
-                return start
-            if not self._is_lent:
-                self._is_lent = True
-                for bucket, _ in self._small:
-                    self._exchange.buckets.lane.release(bucket.arrays.result)
-            _replace_memory(part, averages[start : start + _PART])
-        return len(gradients)
-
-    def _new_gradient(self, number: int) -> torch.Tensor:
+    def _replace(self, step: Step, number: int) -> torch.Tensor:
         """Give a parameter a gradient of its own memory, without values, and return it."""
         parameter = self._parameters[number]
         parameter.grad = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+        step.gradients[number] = parameter.grad
         return parameter.grad
 
     def _average(self, number: int) -> torch.Tensor:
@@ -371,8 +357,7 @@ class GradientBuffers:
         )
 
     def _send_zero_copy(self, step: Step, number: int, gradient: torch.Tensor) -> None:
-        storage = gradient.untyped_storage()
-        if storage.resizable() and not storage.is_shared():  # numpy's view ends the former
+        if _is_of_torch(gradient.untyped_storage()):
             self._zero_copy_of_torch.add(number)
         flat, slot = gradient.detach().view(-1), self._slots[number].view(-1)
         for part in self._read(number):
@@ -388,9 +373,11 @@ class GradientBuffers:
         return [slice(0, zero_copy.start), slice(zero_copy.stop, None)]
 
 
-_tensor = torch.empty(1)
-# The number of views that torch counts of a storage that one tensor has.
+_tensor, _other = torch.empty(1), torch.empty(1)
+# The number of views that torch counts of a storage that one tensor has. Once Python has an object
+# of the storage, which lasts as long as that, it counts one more.
 _ALONE = 0 if _use_count is None else _use_count(_tensor.untyped_storage()._cdata)
+_ALONE_NEW = 0 if _use_count is None or _storage_of is None else _use_count(_storage_of(_other))
 _OWNERS_OF_GRADIENT = 2  # its parameter and Python
 
 
@@ -400,24 +387,34 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return not is_viewed and _owner_count(tensor) <= 1
 
 
-def _are_alone(gradients: Sequence[torch.Tensor], are_ours: bool = False) -> bool:
+def _are_alone(
+    gradients: Sequence[torch.Tensor], are_ours: bool = False, are_new: bool = False
+) -> bool:
     """Return whether nobody else has the memory of any gradient, fast.
 
     Args:
         are_ours: whether it is known to be torch's memory, or hvdlite's.
+        are_new: whether the backward pass has just made them. Python has no objects of their
+            storages then, and gets none: hundreds of them would start the garbage collector.
     """
     assert _use_count is not None
-    storages = [*map(torch.Tensor.untyped_storage, gradients)]
+    if are_new and _storage_of is not None:
+        has_one_view = max(map(_use_count, map(_storage_of, gradients))) <= _ALONE_NEW
+    else:
+        storages = [*map(torch.Tensor.untyped_storage, gradients)]
+        are_ours = are_ours or all(map(_is_of_torch, storages))
+        has_one_view = max(map(_use_count, map(_identity, storages))) <= _ALONE and are_ours
     return (
-        max(map(_use_count, map(_identity, storages))) <= _ALONE
+        has_one_view
         and max(map(_owner_count, gradients)) <= _OWNERS_OF_GRADIENT
-        # Storage that is not resizable was allocated elsewhere, by numpy for example.
-        and (are_ours or all(map(torch.UntypedStorage.resizable, storages)))
-        and (are_ours or not any(map(torch.UntypedStorage.is_shared, storages)))
         and all(map(torch.Tensor.is_contiguous, gradients))
-        and not any(map(_requires_grad, gradients))
         and {*map(type, gradients)} == {torch.Tensor}
     )
+
+
+def _is_of_torch(storage: torch.UntypedStorage) -> bool:
+    """Return whether torch has allocated a storage, and for this process alone."""
+    return storage.resizable() and not storage.is_shared()  # numpy's view ends the former
 
 
 def _replace_memory(gradients: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> None:

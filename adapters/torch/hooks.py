@@ -95,6 +95,9 @@ class BucketHooks:
 class GradientHooks:
     """Parameters that share an exchange, and their hooks.
 
+    Attributes:
+        used: the gradients, by id, that the last `finish` has left; none after `reset_passes`.
+
     The object belongs to its reducer alone, and is freed with it: the garbage collector does not
     see references from a parameter's hooks, so they must not keep it alive, as it keeps the
     parameter alive.
@@ -140,6 +143,7 @@ class GradientHooks:
     def restart(self) -> None:
         """Make the exchange in the current world, without gradients that arrived for an old one."""
         self._changes.restart()
+        self.used: frozenset[int] = frozenset()
         self.exchange = self._reducer.make_exchange(
             self._label, self.parameters, self._memory, self._check
         )
@@ -467,8 +471,8 @@ class GradientHooks:
                 self._changes.steps += 1
         if step.sparse_errors:
             raise step.sparse_errors[0]
-        assert step.averaged is not None
-        self._buffers.hand_over(step.gradients, step.averaged)
+        self._buffers.hand_over(step)
+        self.used = frozenset(map(id, step.gradients))
 
     def _finish_exchange(self, step: Step, samples: int | None) -> None:
         """Wait for the buckets, and start the reduction of the sparse gradients."""
@@ -509,6 +513,7 @@ class GradientHooks:
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
         self._step = Step(len(self.parameters))
+        self.used = frozenset()  # what comes may have no hook that tells
         self._buffers.release()
         if not self._may_spare_hooks():
             self._change_hooks()

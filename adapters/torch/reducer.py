@@ -47,7 +47,6 @@ class Reducer:
         remembers: whether an exchange leaves something for the next one.
         passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
-        used: the gradients, by id, that a step in the current world has used; None: no step.
         has_discarded: whether the last averages were not used; the ranks compare this, too.
     """
 
@@ -66,7 +65,6 @@ class Reducer:
         self.passes_per_step = options.passes
         self.remembers = options.strategy.stateful
         self.averaged = self.has_discarded = False
-        self.used: Sequence[int] | None = None
         self._options = options
         self._state = state
         self._engine = runtime.engine(options.process_set)
@@ -190,11 +188,12 @@ class Reducer:
 
     def may_have_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether they may have gradients that no exchange and no step has used."""
+        if self.averaged or self._unfinished is not None or any(map(_has_new, self._hooks)):
+            return True
         # No hook tells of those that a program assigns; one may get the id of an earlier one.
+        used = set[int]().union(*(hooks.used for hooks in self._hooks))
         gradients = map(gradient_of, parameters)
-        found = [id(each) * bool(getattr(each, "_version", 1)) for each in gradients]
-        is_idle = self.used == found and self._unfinished is None
-        return not is_idle or any(map(_has_new, self._hooks))
+        return any(id(each) * bool(getattr(each, "_version", 1)) not in used for each in gradients)
 
     def finish(self, samples: int | None = None) -> None:
         """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
@@ -241,7 +240,7 @@ class Reducer:
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
-        self.averaged, self.used = False, None  # what comes may have no hook that tells
+        self.averaged = False
         for hooks in self._hooks:
             hooks.reset_passes()
 
@@ -255,7 +254,7 @@ class Reducer:
         """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
         self.averaged = self.has_discarded = False
-        self.used = self._unfinished = None
+        self._unfinished = None
         for hooks in self._hooks:
             hooks.restart()
 

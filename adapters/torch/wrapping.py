@@ -29,7 +29,7 @@ from hvdlite.gradients.metadata import checked_samples
 from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced, untraced_methods
-from hvdlite.torch.hooks import FREEZE, gradient_of, remove_hooks
+from hvdlite.torch.hooks import FREEZE, remove_hooks
 from hvdlite.torch.reducer import Names, Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
@@ -380,7 +380,6 @@ class Distributed(Wrapped):
         """End a step; a GradScaler calls this, too, because it may skip the step."""
         # Exchange the next step even without a new gradient here: another rank may have one.
         self._reducer.averaged = False
-        self._reducer.used = [*map(id, map(gradient_of, self._trainable()))]
 
 
 class Outside(Wrapped):
