@@ -290,7 +290,7 @@ class GradientBuffers:
         gradients = [*map(step.gradients.__getitem__, numbers)]
         averages: list[Any] = [*map(results.__getitem__, numbers)]
         if self._lends and {*map(type, averages)} == {torch.Tensor}:
-            # Those of version 0 have just been made, by the backward pass.
+            # The backward pass has just made those of version 0.
             are_new = any(step.passes) and not any(step.versions)
             if _are_alone(gradients, are_new=are_new):
                 self._is_lent = True
@@ -395,7 +395,8 @@ def _are_alone(
     Args:
         are_ours: whether it is known to be torch's memory, or hvdlite's.
         are_new: whether the backward pass has just made them. Python has no objects of their
-            storages then, and gets none: hundreds of them would start the garbage collector.
+            storages then, unless somebody has looked, and gets none: hundreds of them would start
+            the garbage collector.
     """
     assert _use_count is not None
     if are_new and _storage_of is not None:

@@ -157,6 +157,27 @@ def test_averages_are_written_where_others_look(monkeypatch, numel, large):
 
 
 @ranks(2)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    "look", [torch.Tensor.numpy, torch.from_dlpack, np.from_dlpack, torch.Tensor.detach]
+)
+def test_averages_are_written_where_somebody_looks_after_the_backward_pass(
+    monkeypatch, look, large
+):
+    if large:
+        let_nothing_be_small(monkeypatch)
+    hvd.init()
+    parameters = [torch.nn.Parameter(torch.zeros(40)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    for _ in range(5):
+        optimizer.zero_grad()
+        sum((parameter * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+        seen = [look(parameter.grad) for parameter in parameters]
+        optimizer.step()
+        assert all((each == 1.5).all() for each in seen)
+
+
+@ranks(2)
 def test_a_gradient_that_nobody_shares_becomes_its_average_without_a_copy():
     """One that is lent, too: a view of numpy's must not make it look like numpy's."""
     hvd.init()
