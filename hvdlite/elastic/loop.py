@@ -130,6 +130,7 @@ class _Attempts:
         while True:
             try:
                 if self._is_new:
+                    membership.division = None  # the function has left no epoch by itself
                     self._state.on_reset()
                     # The old world's lanes, with memory as large as the gradients, are in cycles.
                     gc.collect()

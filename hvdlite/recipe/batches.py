@@ -212,7 +212,7 @@ class Batches(Member):
             warnings.warn(
                 "an epoch of the data was left after some steps, and the next iteration takes the "
                 "same batches again: set_epoch(epoch + 1) on all ranks goes on to other ones",
-                stacklevel=2,
+                stacklevel=3,
             )
         self._begin(self.position()[0], self.upcoming)
         return self._epoch, self.sharding
