@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from hvdlite.engine.calls import Place, Report, where_they_part
+from hvdlite.engine.calls import CallReport, Place, where_they_part
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import by_value, ranks_text
 
@@ -45,7 +45,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Pending:
+class QueueReport:
     """The pending operations of one rank, oldest first, and its other work."""
 
     descriptions: tuple[Description, ...]
@@ -87,7 +87,7 @@ class Decision:
     astray: str = ""
 
 
-def decide(pending: Mapping[int, Pending]) -> Decision:
+def decide(pending: Mapping[int, QueueReport]) -> Decision:
     """Sort the operations of all ranks into what can run, what cannot, and what waits.
 
     After the shortest limit of any rank, an operation that is still missing somewhere fails where
@@ -146,7 +146,7 @@ def decide(pending: Mapping[int, Pending]) -> Decision:
 def _failure(
     entries: Mapping[int, Description],
     missing: Sequence[int],
-    pending: Mapping[int, Pending],
+    pending: Mapping[int, QueueReport],
     give_up_after: float,
     substituted: bool,
 ) -> str | None:
@@ -177,7 +177,7 @@ def _failure(
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
 
 
-def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, list[str]]:
+def _waits(pending: Mapping[int, QueueReport], ranks: Sequence[int]) -> dict[int, list[str]]:
     """Return the titles of operations for which ranks wait, in this lane and in others."""
     if not ranks:
         return {}
@@ -195,7 +195,7 @@ def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, li
     }
 
 
-def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
+def _doing(pending: Mapping[int, QueueReport], ranks: Sequence[int]) -> str:
     """Describe what the ranks for which others wait do instead, and have done."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, waits in _waits(pending, ranks).items():
@@ -218,8 +218,8 @@ def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
 
 
 def compare_calls(
-    decision: Decision, reports: Mapping[int, Mapping[str, Report]]
-) -> dict[str, dict[int, Report]]:
+    decision: Decision, reports: Mapping[int, Mapping[str, CallReport]]
+) -> dict[str, dict[int, CallReport]]:
     """Find the calls without a name that are one call, although made at different places.
 
     Args:
@@ -229,7 +229,7 @@ def compare_calls(
     Returns:
         The calls of the members, for each operation that is one.
     """
-    found: dict[str, dict[int, Report]] = {}
+    found: dict[str, dict[int, CallReport]] = {}
     for key in decision.parted:
         calls = {rank: each[key] for rank, each in reports.items() if key in each}
         why = _mixing(calls) or _crossing(calls)
@@ -248,7 +248,7 @@ def compare_calls(
     return found
 
 
-def _mixing(calls: Mapping[int, Report]) -> str:
+def _mixing(calls: Mapping[int, CallReport]) -> str:
     """Describe on which ranks calls of two threads are in flight at once, in random order."""
     found = [f"rank {rank}: {call.mixture}" for rank, call in calls.items() if call.mixture]
     # Some go on with the thread of the call before, others with another one.
@@ -269,7 +269,7 @@ def _mixing(calls: Mapping[int, Report]) -> str:
     )
 
 
-def _crossing(calls: Mapping[int, Report]) -> str:
+def _crossing(calls: Mapping[int, CallReport]) -> str:
     """Describe which ranks call in another order: one calls next what another has called."""
     first: dict[tuple[Place, Place | None], int] = {}
     for rank, call in calls.items():
@@ -328,7 +328,7 @@ def places_text(places: Mapping[int, Place]) -> str:
     return " and ".join(by_value(texts))
 
 
-def parted_text(calls: Mapping[int, Report]) -> str:
+def parted_text(calls: Mapping[int, CallReport]) -> str:
     """Return the warning about a call without a name that is at different places."""
     places = places_text({rank: call.place for rank, call in calls.items()})
     kind = next(iter(calls.values())).kind

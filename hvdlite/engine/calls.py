@@ -63,7 +63,7 @@ class Place:
     source: str = field(default="", compare=False)
 
 
-class Report(NamedTuple):
+class CallReport(NamedTuple):
     """A call as the other ranks see it.
 
     Attributes:
@@ -89,9 +89,9 @@ class Call(str):
 
     Attributes:
         number: of the call among those of its kind.
-        agreed: as in `Report`; where threads mix, equal on no two ranks.
+        agreed: as in `CallReport`; where threads mix, equal on no two ranks.
         before: place, signature and key of the call before.
-        mixture: as in `Report`.
+        mixture: as in `CallReport`.
         key: of its operation; empty: there is none yet.
         whole: the call whose name, with a suffix, this is; None: it is the name itself.
     """
@@ -129,11 +129,11 @@ class Call(str):
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 
-    def report(self) -> Report:
+    def report(self) -> CallReport:
         """Return the call as the other ranks see it."""
         before, signature, key = self.before
         before = before if signature == self.signature else None  # what crosses is refused then
-        return Report(self.kind, self.place, self.agreed, before, key, self.mixture)
+        return CallReport(self.kind, self.place, self.agreed, before, key, self.mixture)
 
 
 class Calls:
@@ -190,7 +190,7 @@ class Calls:
                 self.counts |= counts
             self._last.clear()
 
-    def learn(self, call: Call, reports: Mapping[int, Report]) -> bool:
+    def learn(self, call: Call, reports: Mapping[int, CallReport]) -> bool:
         """Take on what all ranks have found to be one call, made at different places.
 
         Returns:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hvdlite.engine.agreement import Description, Pending
+from hvdlite.engine.agreement import Description, QueueReport
 from hvdlite.engine.memory import MemoryInUse, MemoryInUseError
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import HorovodInternalError
@@ -141,7 +141,7 @@ class Queue:
 
     def report(
         self, elsewhere: Sequence[str] = (), waited: float = 0.0, limit: float = math.inf
-    ) -> Pending:
+    ) -> QueueReport:
         """Return what the other ranks need to know for a decision.
 
         Args:
@@ -169,7 +169,7 @@ class Queue:
             )
             joined = any(operation.joins for operation in self.operations.values())
             done = tuple(elsewhere), waited, self.last, status.steps(), limit
-            return Pending(descriptions, self.closing, joined, *done)
+            return QueueReport(descriptions, self.closing, joined, *done)
 
     def has_changed(self) -> bool:
         """Return whether there is news since the last `report`; called with ``lock`` held."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdlite.base import observers
 from hvdlite.engine import agreement
-from hvdlite.engine.agreement import Decision, Pending
+from hvdlite.engine.agreement import Decision, QueueReport
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import GradientError, HorovodInternalError, MismatchError, ranks_text
@@ -150,7 +150,7 @@ class Rounds:
         for observe in observers.current:
             observe("delivered", self._lane.name)
 
-    def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
+    def _negotiate(self) -> tuple[Decision, dict[int, QueueReport]]:
         limit = self._lane.settings.stall_shutdown_time_seconds or math.inf
         report = self._queue.report(*self._lane.elsewhere(), limit)
         pending = self._gather(report)
@@ -161,7 +161,7 @@ class Rounds:
         transport = self._lane.transport
         return dict(zip(transport.members, transport.gather_objects(value), strict=False))
 
-    def _carry_out(self, decision: Decision, pending: Mapping[int, Pending]) -> None:
+    def _carry_out(self, decision: Decision, pending: Mapping[int, QueueReport]) -> None:
         for keys in decision.differing:
             self._fail_differing(keys[self._queue.rank])
         if decision.parted:
@@ -250,7 +250,7 @@ class Rounds:
     def _execute(
         self,
         groups: Sequence[Sequence[Operation]],
-        pending: Mapping[int, Pending] | None = None,
+        pending: Mapping[int, QueueReport] | None = None,
     ) -> None:
         """Run operations that all ranks have.
 
@@ -366,7 +366,7 @@ def fuse(operations: Iterable[Operation], limit: float) -> list[list[Operation]]
     return groups
 
 
-def _payload(pending: Pending, key: str) -> bytes:
+def _payload(pending: QueueReport, key: str) -> bytes:
     found = (entry.payload for entry in pending.descriptions if entry.key == key)
     return next(found, b"")  # the rank has joined
 

@@ -23,7 +23,7 @@ WEIGHT = "the weight "
 _CHUNKS = 64  # in which the first element that differs is looked for
 
 #: Returns what a function makes of each rank's comparison, by rank; collective.
-Gather = Callable[[Callable[["ReplicaCheck"], Any]], dict[int, Any]]
+Collect = Callable[[Callable[["ReplicaCheck"], Any]], dict[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Report:
     values: Mapping[str, tuple[str, tuple[int, ...], int]]
 
 
-def explain(gather: Gather, behind: Sequence[int], step: int) -> str:
+def explain(gather: Collect, behind: Sequence[int], step: int) -> str:
     """Return the first difference, since when there is one, its causes and what to do."""
     reports: dict[int, _Report] = gather(_report)
     first = next(iter(reports.values()))
@@ -115,7 +115,7 @@ def _report(check: ReplicaCheck) -> _Report:
 def _first_element(
     label: str,
     reports: Mapping[int, _Report],
-    gather: Gather,
+    gather: Collect,
 ) -> tuple[str, str, int]:
     """Return what differs in an array, which rank has which value, and the element's number."""
     absent = "absent", (), 0

@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
             before it finishes again; None: the exchange is complete.
         averages: for each parameter its average; None: no virtual rank has a gradient of it.
         buffers: for each buffer its average; None: no virtual rank has changed it.
-        axes: as in `Report`, of all virtual ranks.
+        axes: as in `PartsReport`, of all virtual ranks.
         exchanges: as in `VirtualExchange`, after this one.
         copies: what strategies remember after it of virtual ranks that others have played.
         refusal: why the averages are refused; None: they are not. Strategies have remembered what
@@ -93,7 +93,7 @@ class Outcome(NamedTuple):
     refusal: GradientError | None = None
 
 
-class Report(NamedTuple):
+class PartsReport(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
@@ -128,7 +128,7 @@ class VirtualExchange(Operation):
         buffers: arrays that are not trained and change with every batch, such as the running
             averages of a batch normalisation.
         plan: for each bucket its parameters or its buffers, by number; buffers come last.
-        parts, axes: as in `Report`, of this process in this step.
+        parts, axes: as in `PartsReport`, of this process in this step.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
         held: the virtual ranks of which this process has it as it was after the last exchange.
@@ -244,7 +244,7 @@ class VirtualExchange(Operation):
             changed: the numbers of those that differ from what the step has begun with.
             samples: the number of samples that the gradients are averages of; given for all
                 virtual ranks, or for none.
-            axes: as in `Report`.
+            axes: as in `PartsReport`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
@@ -343,7 +343,7 @@ class VirtualExchange(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
         """Exchange all parts, if no one is missing."""
-        reports: list[Report] = transport.gather_objects(self._report())
+        reports: list[PartsReport] = transport.gather_objects(self._report())
         done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(self.size)) - set(itertools.chain(*done)))
         if missing:
@@ -381,7 +381,7 @@ class VirtualExchange(Operation):
         gradients, buffers = averages[:first], averages[first:]
         return Outcome(None, gradients, buffers, axes, before + 1, copies, refusal)
 
-    def _move_states(self, transport: Transport, reports: Sequence[Report]) -> None:
+    def _move_states(self, transport: Transport, reports: Sequence[PartsReport]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
         holders = self.find_holders(reports)
         wanted = [
@@ -428,12 +428,14 @@ class VirtualExchange(Operation):
         for rank, state in states.items():
             self.states.setdefault(rank, StrategyState()).load_state_dict(state.state_dict())
 
-    def _report(self) -> Report:
+    def _report(self) -> PartsReport:
         replica = b"" if self._snapshot is None else self._snapshot.digest
         start = self.start.digest
-        return Report(self.parts, self.axes, self.exchanges, self.held, self.loaded, start, replica)
+        return PartsReport(
+            self.parts, self.axes, self.exchanges, self.held, self.loaded, start, replica
+        )
 
-    def find_holders(self, reports: Sequence[Report]) -> dict[int, list[int]]:
+    def find_holders(self, reports: Sequence[PartsReport]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 from hvdlite.engine import Signature, agreement, calls
 from hvdlite.engine.agreement import (
     Description,
-    Pending,
+    QueueReport,
     ranks_text,
     report_missing,
 )
@@ -23,7 +23,7 @@ def describe(name, digest, payload, key="", title="", **more):
 def report(*names, closing=False, **differently):
     """A report of operations that are alike on all ranks, but for those given by keyword."""
     alike = [describe(name, b"same", b"") for name in names]
-    return Pending((*alike, *differently.values()), closing)
+    return QueueReport((*alike, *differently.values()), closing)
 
 
 def decide(reports, members=None, give_up_after=math.inf):
@@ -55,7 +55,7 @@ def test_what_is_missing_somewhere_waits():
 
 def test_payloads_may_differ():
     one, other = describe("a", b"same", b"\x01"), describe("a", b"same", b"\x02")
-    assert decide([Pending((one,)), Pending((other,))]).ready == ["a"]
+    assert decide([QueueReport((one,)), QueueReport((other,))]).ready == ["a"]
 
 
 def test_signatures_may_not():
@@ -81,7 +81,7 @@ def test_a_failure_waits_for_all_ranks():
 
 def test_several_failures_are_all_told():
     failures = [describe("a", b"same", b"", failure=why) for why in ("this", "that")]
-    decision = decide([Pending((failure,)) for failure in failures])
+    decision = decide([QueueReport((failure,)) for failure in failures])
     assert decision.failed == {"a": "rank 0: this; rank 1: that"}
 
 
@@ -127,12 +127,12 @@ def test_messages_call_an_operation_by_its_title():
 def called(at, before):
     """An operation of a call without a name, in a line, after one in another line."""
     place, earlier = (calls.place_of([("train.py", line)]) for line in (at, before))
-    report = calls.Report("allreduce", place, place.digest, earlier, "first", "")
+    report = calls.CallReport("allreduce", place, place.digest, earlier, "first", "")
     return describe("second", b"same", b"", stands_in=True, place=place.digest), report
 
 
 def compare(*called, **joined):
-    decision = decide([*(Pending((each,)) for each, _ in called), *joined.values()])
+    decision = decide([*(QueueReport((each,)) for each, _ in called), *joined.values()])
     assert decision.parted == ["second"]
     reports = {rank: {"second": report} for rank, (_, report) in enumerate(called)}
     return decision, agreement.compare_calls(decision, reports)
@@ -140,7 +140,7 @@ def compare(*called, **joined):
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_calls_that_cross_fail_and_nobody_stands_in(joins):
-    joined = {"rank_2": Pending((), joined=True)} if joins else {}
+    joined = {"rank_2": QueueReport((), joined=True)} if joins else {}
     decision, found = compare(called(1, 2), called(2, 1), **joined)
     assert (decision.ready, decision.substituted, found) == ([], [], {})
     assert decision.crossed == ["second"]
@@ -156,13 +156,13 @@ def test_calls_at_different_places_are_one_operation():
 
 
 def test_ranks_that_wait_elsewhere_explain_a_wait():
-    astray = Pending((), elsewhere=("'objects'",), steps=12)
-    ahead = Pending((describe("a", b"same", b""),), steps=13)
+    astray = QueueReport((), elsewhere=("'objects'",), steps=12)
+    ahead = QueueReport((describe("a", b"same", b""),), steps=13)
     expected = "rank 1 is in 'objects', after 12 steps; others have made 13 steps"
     assert decide([ahead, astray]).astray == expected
     # Of rank 2 nothing is known.
-    assert decide([ahead, astray, Pending(())]).astray == ""
-    gone = Pending((), closing=True, steps=12)
+    assert decide([ahead, astray, QueueReport(())]).astray == ""
+    gone = QueueReport((), closing=True, steps=12)
     failed = decide([ahead, gone]).failed["a"]
     assert "rank 1 is at its end, after 12 steps; others have made 13 steps" in failed
 
@@ -171,7 +171,7 @@ def test_patience_ends_with_the_longest_wait():
     early = describe("a", b"same", b"", waited=11.0)
     late = describe("a", b"same", b"", waited=1.0)
     for first, second in ((early, late), (late, early)):
-        reports = [Pending((first,)), Pending((second,)), report("b")]
+        reports = [QueueReport((first,)), QueueReport((second,)), report("b")]
         assert decide(reports, give_up_after=10.0).failed == {
             "a": "'a' has waited 11 s and is still missing on rank 2; rank 2 is in 'b'; "
             f"{agreement.LIKELY}, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
@@ -182,7 +182,7 @@ def test_patience_ends_with_the_longest_wait():
 
 def test_ranks_that_wait_for_each_other_give_up_together():
     def waiting(name, seconds, **more):
-        return Pending((describe(name, b"same", b"", waited=seconds, **more),))
+        return QueueReport((describe(name, b"same", b"", waited=seconds, **more),))
 
     decision = decide([waiting("a", 10.1), waiting("b", 9.9)], give_up_after=10.0)
     assert list(decision.failed) == ["a", "b"]
@@ -192,17 +192,17 @@ def test_ranks_that_wait_for_each_other_give_up_together():
     exempt = waiting("join", 99.0, stall_exempt=True)
     assert not decide([exempt, waiting("b", 9.9)], give_up_after=10.0).failed
     complete = describe("c", b"same", b"", waited=99.0)
-    both = Pending((complete, *waiting("a", 9.9).descriptions))
-    assert not decide([both, Pending((complete,))], give_up_after=10.0).failed
+    both = QueueReport((complete, *waiting("a", 9.9).descriptions))
+    assert not decide([both, QueueReport((complete,))], give_up_after=10.0).failed
 
 
 def test_what_has_waited_long_still_runs_when_it_is_complete():
     old = describe("a", b"same", b"", waited=100.0)
-    assert decide([Pending((old,)), report("a")], give_up_after=10.0).ready == ["a"]
+    assert decide([QueueReport((old,)), report("a")], give_up_after=10.0).ready == ["a"]
 
 
 def of_kinds(*kinds):
-    return Pending(tuple(describe("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
+    return QueueReport(tuple(describe("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
 
 
 def test_kinds_of_one_name_do_not_meet():
@@ -287,43 +287,47 @@ class TestJoinedRanks:
 
     def joined(self, *descriptions):
         join = describe("join()", b"join", b"", waited=1e9, key="join.join()", stall_exempt=True)
-        return Pending((*descriptions, join), joined=True)
+        return QueueReport((*descriptions, join), joined=True)
 
     def test_they_stand_in_where_they_can(self):
-        reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True),))]
+        reports = [QueueReport((self.one(True),)), self.joined(), QueueReport((self.one(True),))]
         decision = decide(reports)
         assert (decision.ready, decision.substituted) == (["a"], ["a"])
         assert (decision.failed, decision.missing) == ({}, {})
 
     def test_what_they_submitted_before_is_theirs(self):
-        decision = decide([Pending((self.one(True),)), self.joined(self.one(True))])
+        decision = decide([QueueReport((self.one(True),)), self.joined(self.one(True))])
         assert (decision.ready, decision.substituted) == (["a"], [])
 
     def test_what_needs_their_data_fails_and_says_who_has_joined(self):
-        reports = [Pending((self.one(False),)), self.joined()]
+        reports = [QueueReport((self.one(False),)), self.joined()]
         decision = decide(reports, members=[4, 7])
         assert decision.ready == []
         assert "'a' cannot go on without rank 7, which called join()" in decision.failed["a"]
 
     def test_who_has_not_joined_is_waited_for(self):
-        decision = decide([Pending((self.one(True),)), self.joined(), Pending(())])
+        decision = decide([QueueReport((self.one(True),)), self.joined(), QueueReport(())])
         assert (decision.ready, decision.missing) == ([], {"'a'": [1, 2]})
 
     def test_the_others_still_have_to_agree(self):
-        reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True, b"other"),))]
+        reports = [
+            QueueReport((self.one(True),)),
+            self.joined(),
+            QueueReport((self.one(True, b"other"),)),
+        ]
         decision = decide(reports)
         assert (decision.ready, decision.differing) == ([], [{0: "a", 1: "a", 2: "a"}])
 
     def test_a_failure_of_one_is_that_of_all(self):
-        reports = [Pending((self.one(True, failure="broken"),)), self.joined()]
+        reports = [QueueReport((self.one(True, failure="broken"),)), self.joined()]
         assert decide(reports).failed == {"a": "rank 0: broken"}
 
     def test_a_join_is_neither_reported_nor_given_up(self):
-        decision = decide([Pending(()), self.joined()], give_up_after=10.0)
+        decision = decide([QueueReport(()), self.joined()], give_up_after=10.0)
         assert (decision.failed, decision.missing, decision.differing) == ({}, {}, [])
 
     def test_a_join_does_not_wait_for_who_has_shut_down(self):
-        decision = decide([Pending((), closing=True), self.joined()])
+        decision = decide([QueueReport((), closing=True), self.joined()])
         assert "rank 0 shut down" in decision.failed["join.join()"]
 
     def test_all_have_joined(self):
@@ -331,7 +335,7 @@ class TestJoinedRanks:
 
 
 def test_messages_call_ranks_by_their_numbers_in_the_world():
-    waiting = Pending((describe("a", b"same", b"", waited=9.0),))
+    waiting = QueueReport((describe("a", b"same", b"", waited=9.0),))
     failed = decide([waiting, report()], members=[3, 5], give_up_after=5.0).failed
     assert "still missing on rank 5" in failed["a"]
     assert decide([waiting, report()], members=[3, 5]).missing == {"'a'": [5]}
