@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 1926, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1244,
+        1225,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 444, "horovod"),
