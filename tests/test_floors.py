@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3366, "gradients"),
     "recipe": (7, 2451, "recipe"),
-    "torch": (8, 6173, "torch"),
+    "torch": (8, 6098, "torch"),
     "tensorflow": (8, 2978, "tensorflow"),
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
@@ -46,8 +46,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         1225,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
-    "horovod": (_BESIDE, 444, "horovod"),
-    "launch": (_BESIDE, 3405, "launch"),
+    "horovod": (_BESIDE, 396, "horovod"),
+    "launch": (_BESIDE, 3501, "launch"),
     "tools": (_TOOLS, 3934, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }
