@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 396, "horovod"),
-    "launch": (_BESIDE, 3499, "launch"),
+    "launch": (_BESIDE, 3495, "launch"),
     "tools": (_TOOLS, 3930, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }

@@ -1,8 +1,10 @@
 """hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
 
+import errno
 import functools
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch import cli
+from hvdlite.launch import cli, programs
 from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
 from hvdlite.launch.job import End
@@ -281,6 +283,25 @@ def test_a_script_is_asked_again_and_again(tmp_path, capsys):
         file.write_text("c:1\n")
         _wait_until(lambda: discovery.hosts == [Host("c", 1)])
     assert len(has_said()) == 1
+
+
+def test_a_system_that_cannot_start_the_script_is_asked_again(tmp_path, monkeypatch, capsys):
+    start, failures = programs.run, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+
+    def run(*args, **options):
+        if args[0] == "echo b" and failures:
+            raise failures.pop()
+        return start(*args, **options)
+
+    monkeypatch.setattr(programs, "run", run)
+    with (discovery := Discovery(script="echo a")).running():
+        discovery.script = "echo b"
+        _wait_until(lambda: discovery.hosts == [Host("b", 1)])
+    said = "hvdliterun: --host-discovery-script echo b: Cannot allocate memory; the job keeps the "
+    assert capsys.readouterr().err == f"{said}hosts that it has\n"
+    failures.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+    with pytest.raises(StartError, match="Cannot allocate memory"), discovery.running():
+        pass
 
 
 def test_a_script_that_hangs_ends_with_the_job(tmp_path):
