@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 1926, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1225,
+        1223,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 396, "horovod"),

@@ -125,13 +125,13 @@ class LocalSteps:
         for parameter in parameters:
             self._outer.convert(parameter.name, parameter.dtype)
 
-    def begin(self, weights: Weights) -> None:
-        """Prepare for a step, before it changes the weights.
+    def begin(self, read: Callable[[int], Any]) -> None:
+        """Prepare for a step, before it changes the weights, which are read as in `Weights`.
 
         Raises:
             HorovodInternalError: the ranks differ, or communication failed.
             ValueError: the loaded state belongs to another model.
-            Exception: that of ``weights``; no step has begun, and this method may be repeated.
+            Exception: that of ``read``; no step has begun, and this method may be repeated.
         """
         engine = runtime.engine(self.process_set)
         if engine is not self._agreed:
@@ -141,7 +141,7 @@ class LocalSteps:
             self._agree("its parameters", ("the number of steps", self.steps), together=True)
             self._agreed = engine
         if self.schedule.sends_changes and not self._is_idle(engine):
-            self._outer.set_anchors([each.name for each in self.parameters], weights.read)
+            self._outer.set_anchors([each.name for each in self.parameters], read)
         self.in_step = True
 
     def end(self, weights: Weights) -> None:
