@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2537,
+        2533,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
@@ -46,9 +46,9 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         1223,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
-    "horovod": (_BESIDE, 396, "horovod"),
-    "launch": (_BESIDE, 3495, "launch"),
-    "tools": (_TOOLS, 3930, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "horovod": (_BESIDE, 394, "horovod"),
+    "launch": (_BESIDE, 3471, "launch"),
+    "tools": (_TOOLS, 3914, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

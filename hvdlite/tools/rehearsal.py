@@ -112,11 +112,7 @@ def _parse_one(text: str, ranks: int | None) -> Fault:
 
 
 def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
-    """Plant the faults of a rank, by its number at the start; none where the job starts again.
-
-    Raises:
-        SettingsError: It cannot be read, or names a rank that does not exist.
-    """
+    """Plant the faults of a rank, by its number at the start; none where the job starts again."""
     global _left
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
     planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []
