@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 394, "horovod"),
-    "launch": (_BESIDE, 3471, "launch"),
+    "launch": (_BESIDE, 3472, "launch"),
     "tools": (_TOOLS, 3914, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }

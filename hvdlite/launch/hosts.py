@@ -119,9 +119,10 @@ def check_names(names: Sequence[str], arguments: Sequence[str] = ()) -> None:
 
 def host_key(name: str) -> str:
     """Return the same text for all names of a host, as far as the names themselves tell."""
-    if all_local([Host(name, 1)]):
-        return "localhost"
-    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0].lower()
+    if _ADDRESS.fullmatch(name):
+        return "localhost" if name in {*_LOOPBACK, *dict(_interfaces()).values()} else name
+    key, here = (each.lower().partition(".")[0] for each in (name, socket.gethostname()))
+    return "localhost" if key == here else key
 
 
 def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.launch import cli, programs
+from hvdlite.launch import hosts as hosts_module
 from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
 from hvdlite.launch.job import End
@@ -457,6 +459,18 @@ def test_slots_are_left_for_spares():
     sizes = Sizes(Discovery([Host("a", 4)]), least=1, most=6, spares=1)
     assert sizes.wait(6) == Plan([Host("a", 4)], 3)
     assert sizes.wait(2) == Plan([Host("a", 4)], 2)
+
+
+@pytest.mark.parametrize("name", ["node1.cluster", "Node1", "127.0.0.1", "an address"])
+def test_a_job_does_not_stop_for_another_name_of_this_host(name, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    if name == "an address":
+        name = dict(hosts_module._interfaces()).popitem()[1]
+    sizes = Sizes(Discovery([Host(name, 2)]), least=1, most=2)
+    server = _server(node1=2)
+    server.hosts = {rank: ["node1", "node1"] for rank in range(2)}
+    sizes.follow(server)()
+    assert not server.asked
 
 
 def test_names_of_a_host():
