@@ -24,7 +24,7 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1532, "base errors version"),
     "world": (2, 806, "world"),
-    "observe": (2, 1195, "observe"),
+    "observe": (2, 1198, "observe"),
     "transport": (3, 3747, "transport"),
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
