@@ -92,7 +92,7 @@ def _parse_one(text: str, ranks: int | None) -> Fault:
     is_known = fault.action in _ACTIONS and fault.point in POINTS
     numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
     problem = ""
-    if not is_known or min(numbers) < 0:
+    if not is_known or not all(0 <= each < math.inf for each in numbers):
         problem = (
             ", expected for example kill:rank=1,step=7,point=exchange (actions: "
             f"{', '.join(_ACTIONS)}; then {', '.join(kinds)}; points: {', '.join(POINTS)})"
