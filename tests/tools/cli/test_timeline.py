@@ -115,6 +115,22 @@ class TestAnalysis:
         assert tensor.late == pytest.approx(0.06)
         assert (tensor.last_rank, tensor.last) == (1, 1)
 
+    def test_steps_that_a_rank_lacks_are_told(self, tmp_path):
+        """As after its death in an elastic job."""
+        trace = straggler(9)
+        analysis = read(str(trace.write(tmp_path)))
+        assert (analysis.steps.count, analysis.problem) == (9, "")
+        late = 10**15 + 400_000
+        trace.events = [
+            each for each in trace.events if each["pid"] != 1 or each.get("ts", 0) < late
+        ]
+        analysis = read(str(trace.write(tmp_path)))
+        assert analysis.steps.count == 4
+        assert re.search(
+            r"trace.json has 4 steps of rank 1, and 9 of another \(.*first 4 of each$",
+            analysis.problem,
+        )
+
     def test_clocks_that_differ_change_nothing(self, tmp_path):
         trace = straggler()
         for event in trace.events:
