@@ -24,31 +24,31 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1532, "base errors version"),
     "world": (2, 806, "world"),
-    "observe": (2, 1210, "observe"),
+    "observe": (2, 1198, "observe"),
     "transport": (3, 3747, "transport"),
     "engine": (4, 3730, "engine"),
     "compression": (5, 2723, "compression"),
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3366, "gradients"),
     "recipe": (7, 2451, "recipe"),
-    "torch": (8, 6173, "torch"),
+    "torch": (8, 6098, "torch"),
     "tensorflow": (8, 2978, "tensorflow"),
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2537,
+        2533,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
     "virtual": (_BESIDE, 1926, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1244,
+        1223,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
-    "horovod": (_BESIDE, 444, "horovod"),
-    "launch": (_BESIDE, 3405, "launch"),
-    "tools": (_TOOLS, 3934, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "horovod": (_BESIDE, 394, "horovod"),
+    "launch": (_BESIDE, 3472, "launch"),
+    "tools": (_TOOLS, 3916, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -57,7 +57,7 @@ def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
     for package in packages_in_tree():
         assert package.replace(".", "/") + "/__init__.py" in names
     assert "hvdlite/py.typed" in names
-    assert f"hvdlite/horovod/bootstrap/horovod-{VERSION}.dist-info/METADATA" in names
+    assert f"hvdlite/horovod/metadata/horovod-{VERSION}.dist-info/METADATA" in names
     assert not any(name.startswith(("adapters", "tests", "examples")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

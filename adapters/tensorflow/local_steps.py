@@ -53,9 +53,7 @@ class VariableSteps:
         def begin(*arrays: Any) -> list[Any]:
             if self.steps.in_step and forgotten is not None:
                 raise ValueError(forgotten)
-            self.steps.begin(
-                Weights(arrays.__getitem__, dict[int, Any]().__setitem__, lambda _: ())
-            )
+            self.steps.begin(arrays.__getitem__)
             return []
 
         remembered = self._variables if self.steps.schedule.sends_changes else []

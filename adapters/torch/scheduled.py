@@ -116,7 +116,7 @@ class Scheduled(Distributed):
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_unweighted(kwargs.pop("batch_size", None))
         self._attach_weights()
-        self._local_steps.begin(self._local_weights)
+        self._local_steps.begin(self._local_weights.read)
         return super()._before_step(args, kwargs)
 
     def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
@@ -184,7 +184,7 @@ def tensor_steps(
     weights = tensor_weights([each.value for each in variables], kept.__getitem__)
     # Untraced, since Keras may compile the training step that calls them.
     return SimpleNamespace(
-        begin=untraced(lambda: steps.begin(weights)),
+        begin=untraced(lambda: steps.begin(weights.read)),
         gradients=lambda own, reduce: list(own) if steps.is_local else reduce(),
         end=untraced(lambda: steps.end(weights)),
         average=untraced(lambda: steps.average(weights)),

@@ -80,11 +80,7 @@ def find(MPI: Any, comm: Any, settings: Settings) -> Pool:  # noqa: N803
 
 
 def check(settings: Settings, processes: int) -> None:
-    """Refuse a number of spares that a job of so many processes cannot have.
-
-    Raises:
-        SettingsError: There is no rank beside the spares, or nothing that brings them in.
-    """
+    """Refuse a number of spares that a job of so many processes cannot have."""
     if not settings.elastic:
         raise SettingsError(
             f"HVDLITE_SPARES: found {settings.spares} without HVDLITE_ELASTIC=1; spares come in "

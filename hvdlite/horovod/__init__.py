@@ -13,8 +13,9 @@ Scripts that are started in any other way are not affected.
     names      Horovod's modules, and the modules of hvdlite that provide their contents
     finder     imports them
     util       helpers that other libraries import from Horovod
-    __main__   runs Python again, with bootstrap on its path
-    bootstrap  a folder for PYTHONPATH, by which it reaches processes that a script starts
+    __main__   runs Python again, with metadata and the launcher's bootstrap on its PYTHONPATH, by
+               which the alias reaches processes that a script starts
+    metadata   a folder with the version of Horovod
 """
 
 from __future__ import annotations

@@ -15,8 +15,10 @@ from typing import Any
 
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
 
-BOOTSTRAP = str(Path(__file__).with_name("bootstrap"))
-"""A folder for PYTHONPATH: Python installs the finder from it at its start."""
+METADATA = str(Path(__file__).with_name("metadata"))
+"""A folder for PYTHONPATH, in which `importlib.metadata` finds Horovod's version."""
+FOLDERS = [str(Path(__file__).parents[1] / "launch" / "bootstrap"), METADATA]
+"""Those from which Python installs the finder at its start."""
 
 
 def install() -> None:
@@ -43,11 +45,11 @@ def install() -> None:
         )
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
-    if BOOTSTRAP not in sys.path:
-        sys.path.insert(1, BOOTSTRAP)  # where PYTHONPATH has it; importlib.metadata looks there
+    if METADATA not in sys.path:
+        sys.path.insert(1, METADATA)  # where PYTHONPATH has it
         # An empty entry is the current folder, an empty variable is none.
         others = filter(None, [os.environ.get("PYTHONPATH")])
-        os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *others])
+        os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *others])
 
 
 class Finder(MetaPathFinder, Loader):

@@ -93,16 +93,14 @@ ccl_built = _verbosely(build.ccl_built)
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables within a ``with`` block; those that are None stay as they are."""
     wanted = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def split_list(l: Sequence[_Item], n: int) -> list[Sequence[_Item]]:  # noqa: E741 - Horovod's name

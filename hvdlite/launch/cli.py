@@ -322,13 +322,13 @@ def resolve(
 
 
 def with_paths(environment: Mapping[str, str], *names: str) -> dict[str, str]:
-    """Return the environment in which Python finds hvdlite, with the bootstraps of some packages.
+    """Return the environment in which Python finds hvdlite, for scripts of horovod or torch, too.
 
     In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
     for the package, unless its own folder is on the path: an editable install comes last.
     """
-    # In each folder is a `sitecustomize`.
-    first = [str(_PACKAGE / name / "bootstrap") for name in names]
+    first = [str(_PACKAGE / "launch" / "bootstrap")] if names else []
+    first += [str(_PACKAGE / "horovod" / "metadata")] if "horovod" in names else []
     spec = PathFinder.find_spec("hvdlite", [""])
     last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
     # An empty entry is the current folder, an empty variable is none.

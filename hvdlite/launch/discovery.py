@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch import programs
@@ -84,15 +84,11 @@ class Discovery:
                 raise StartError("the job has ended")
 
         what = f"--host-discovery-script {self.script}"
-        ended = programs.run(
-            self.script,
-            _SECONDS_TO_ANSWER,
-            end=_kill,
-            look=look,
-            period=_TICK,
-            shell=True,
-            start_new_session=True,
-        )
+        own: Any = {"shell": True, "start_new_session": True}
+        try:
+            ended = programs.run(self.script, _SECONDS_TO_ANSWER, look, _TICK, _kill, **own)
+        except OSError as error:  # no memory for a process, or no space for what it prints
+            raise StartError(f"{what}: {error.strerror}") from None
         if ended.code is None:
             raise StartError(f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s")
         if ended.code:

@@ -34,11 +34,7 @@ class Host(NamedTuple):
 
 
 def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list[Host]:
-    """Read the hosts of ``num_proc`` processes from a list or a file; empty: neither is given.
-
-    Raises:
-        StartError: they are malformed, or have too few slots.
-    """
+    """Read the hosts of ``num_proc`` processes from a list or a file; empty: neither is given."""
     chosen = parse_hosts(hosts) if hosts is not None else []
     if hostfile is not None:
         chosen = parse_hostfile(hostfile)
@@ -52,11 +48,7 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read ``host1:2,host2:2``; a host without a number has one slot.
-
-    Raises:
-        StartError: a part is not of the form ``host`` or ``host:slots``.
-    """
+    """Read ``host1:2,host2:2``; a host without a number has one slot."""
     form = "expected host1:slots,host2:slots, e.g. -H node1:2,node2:2"
     return [
         parse_host(part, f"-H {shortened(text)}: {form}; found {shortened(part)!r}")
@@ -70,11 +62,7 @@ def shortened(text: str) -> str:
 
 
 def parse_hostfile(path: str) -> list[Host]:
-    """Read a hostfile: one host per line, ``host slots=2`` or ``host:2``, ``#`` comments.
-
-    Raises:
-        StartError: the file cannot be read, names no host, or has a line of another form.
-    """
+    """Read a hostfile: one host per line, ``host slots=2`` or ``host:2``, ``#`` comments."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,9 +119,10 @@ def check_names(names: Sequence[str], arguments: Sequence[str] = ()) -> None:
 
 def host_key(name: str) -> str:
     """Return the same text for all names of a host, as far as the names themselves tell."""
-    if all_local([Host(name, 1)]):
-        return "localhost"
-    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0].lower()
+    if _ADDRESS.fullmatch(name):
+        return "localhost" if name in {*_LOOPBACK, *dict(_interfaces()).values()} else name
+    key, here = (each.lower().partition(".")[0] for each in (name, socket.gethostname()))
+    return "localhost" if key == here else key
 
 
 def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
@@ -181,11 +170,7 @@ def _is_in(address: str, network: str) -> bool:
 
 
 def parse_host(text: str, problem: str, slots: int = 1) -> Host:
-    """Read ``host:slots``, or ``host``, which has `slots`.
-
-    Raises:
-        StartError: the text has another form, which is this problem.
-    """
+    """Read ``host:slots``, or ``host``, which has `slots`; another form is this problem."""
     match = _HOST.fullmatch(text)
     slots = int(match["slots"] or slots) if match else 0
     if not match or not slots:

@@ -237,11 +237,7 @@ def find(environment: Mapping[str, str]) -> str:
 
 
 def detect(path: str) -> Mpirun:
-    """Find out which flavour an mpirun is.
-
-    Raises:
-        StartError: it cannot be run, or belongs to no MPI that is known here.
-    """
+    """Find out which flavour an mpirun is; refuse one of another MPI."""
     try:
         answer = programs.run([path, "--version"], _LIMIT, env={"HOME": _home(), **os.environ})
     except OSError as error:

@@ -160,11 +160,7 @@ def ssh_arguments(options: argparse.Namespace) -> str:
 def make_job(
     options: argparse.Namespace, places: Sequence[Host], settings: Mapping[str, str]
 ) -> Job:
-    """Return a job, still without a command, whose mpirun does what the options say.
-
-    Raises:
-        StartError: there is no mpirun, or it cannot do that.
-    """
+    """Return a job, still without a command, whose mpirun does what the options say."""
     here, program = on_this_host(places, settings), mpirun.detect(mpirun.find(settings))
     words = [*(options.mpi_args or ()), *(options.binding_args or ())]
     if options.elastic:

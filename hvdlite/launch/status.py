@@ -17,6 +17,7 @@ from hvdlite.observe.status import ANSWER, FILE, SIGNAL, Pending, process_line
 # A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.
 _SECONDS = 2.0
 _TICK = 0.05
+_ANSWER = re.compile(rf"^{ANSWER}(.*)\n", re.M)  # a file's name may have the same word
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*\(most recent call first\):\n", re.M)
 # Where the threads of lanes wait for work, or have none.
 _IDLE = re.compile(r'/engine/lane\.py", line \d+ in (?:_sleep|_attend)\n')
@@ -76,11 +77,8 @@ def _ask(folder: str) -> dict[int, tuple[int, Path, int]]:
 
 def _answer(text: str) -> list[Pending] | None:
     """Return the operations that a rank waits for; None: it has not answered."""
-    begin = text.find(ANSWER)
-    if begin < 0 or not text.endswith("\n"):
-        return None
-    found = json.loads(text[begin + len(ANSWER) :].partition("\n")[0])
-    return [Pending(*each) for each in found or ()]
+    found = _ANSWER.search(text)
+    return None if found is None else [Pending(*each) for each in json.loads(found[1]) or ()]
 
 
 def _waiting(answers: Mapping[int, Sequence[Pending] | None]) -> list[str]:
@@ -109,7 +107,7 @@ def _waiting(answers: Mapping[int, Sequence[Pending] | None]) -> list[str]:
 
 def _stacks(text: str) -> str:
     """Return the stacks of the main thread and of the threads that are not idle lanes."""
-    stacks = _THREAD.split(text.partition(ANSWER)[0])[1:]
+    stacks = _THREAD.split(_ANSWER.split(text)[0])[1:]
     busy = [_shortened(stack) for stack in reversed(stacks) if not _IDLE.search(stack)]
     return "\n  another thread:\n".join(busy) or "  (no stack)"
 

@@ -12,6 +12,7 @@ import hashlib
 import linecache
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -226,7 +227,9 @@ def is_users(file: str) -> bool:
     """Return whether a file belongs to the program, not to Python, a package or hvdlite."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
     others = ("<frozen", *(os.path.join(path, "") for path in installed))
-    return not file.startswith((*others, _OWN))
+    # Of this user, of the system (Debian), and those with compiled parts (lib64) lie elsewhere.
+    is_package = re.search("/(?:site|dist)-packages/", file)
+    return not (is_package or file.startswith((*others, _OWN)))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -257,7 +257,7 @@ def _leave_to_parent() -> None:
     # An open file in the child would keep the parent's lock after the parent's end.
     if current is not None:
         with contextlib.suppress(OSError):
-            current._file.abandon()
+            current._file.close()
         _forget(current)
 
 

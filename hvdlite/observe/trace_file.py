@@ -8,10 +8,8 @@ killed.
 One file per rank, merged at the end, would need no lock; but a killed job would leave nothing under
 the user's path, and the ranks would have to agree on who merges and when.
 
-A reader without the lock may see half of a write. To make that unlikely, blanks follow the bracket
-while the file is open: a write inside the file takes far less time than one that extends it. While
-two ranks wrote 200 times a second each, 1 of 23,000 readings of the end of the file saw half of a
-write, and 1 of 350 without the blanks.
+A reader without the lock may see half of a write: while two ranks wrote 200 times a second each, 1
+of 350 readings of the end of the file did.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ Event = dict[str, Any]
 # JSON text has line breaks in these places only.
 _BEGINNING = b"[\n"
 _SEPARATOR = b"\n,"
-_BRACKET = b"\n]"
-_END = _BRACKET + b"\n"
-_BLANKS = 2**14
+_END = b"\n]\n"
 _MAX_FIRST_LINE = 4096
 # Bytes to search for the end of the last complete write; no write is that long.
 _TAIL = 2**24
@@ -79,7 +75,7 @@ class TraceFile:
                     os.ftruncate(self._descriptor, 0)
                     self._write(_BEGINNING + _encode(first) + _END, 0)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     def append(self, events: Sequence[Event]) -> None:
@@ -92,13 +88,7 @@ class TraceFile:
             self._append(events)
 
     def close(self) -> None:
-        """Cut off the blanks, and close the file; processes that continue add new blanks."""
-        with contextlib.suppress(OSError), self._locked():
-            os.ftruncate(self._descriptor, self._end() + len(_END))
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file as it is; in a forked process the parent's lock is unaffected."""
+        """Close the file; in a forked process the parent's lock is unaffected."""
         os.close(self._descriptor)
 
     @contextlib.contextmanager
@@ -129,12 +119,8 @@ class TraceFile:
 
     def _append(self, events: Sequence[Event]) -> None:
         end = self._end()
-        addition = _SEPARATOR + _encode(events) + _END
-        size = os.fstat(self._descriptor).st_size
-        if size < end + len(addition):
-            self._write(b" " * (end + len(addition) + _BLANKS - size), size)
         try:
-            self._write(addition, end)
+            self._write(_SEPARATOR + _encode(events) + _END, end)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, end + len(_END))
@@ -144,12 +130,11 @@ class TraceFile:
     def _end(self) -> int:
         """Return the offset of the end of the events; cut off an incomplete write."""
         size = os.fstat(self._descriptor).st_size
-        for length in (2 * _BLANKS, _TAIL):
-            begin = max(size - length, 0)
-            tail = os.pread(self._descriptor, length, begin).rstrip()
-            if tail.endswith(_BRACKET):
-                return begin + len(tail) - len(_BRACKET)
-        last = tail.rfind(_SEPARATOR)
+        end = max(size - len(_END), 0)
+        if os.pread(self._descriptor, len(_END), end) == _END:
+            return end
+        begin = max(size - _TAIL, 0)
+        last = os.pread(self._descriptor, _TAIL, begin).rfind(_SEPARATOR)
         if last < 0:
             raise OSError(errno.EIO, "Something else has written to it")
         os.ftruncate(self._descriptor, begin + last)

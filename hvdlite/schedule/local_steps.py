@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -68,10 +67,6 @@ class LocalSteps:
     Exchanges run in the gradient lane. A single rank exchanges nothing, unless the outer optimizer
     changes the weights.
 
-    If a weight cannot be replaced after an exchange, the results that are left are kept, and the
-    next call with weights begins by replacing these: the ranks' weights and their outer optimizers
-    never part.
-
     A rank that has joined is left out of averages. It may join after the first step only, in
     which all ranks take part.
 
@@ -96,7 +91,6 @@ class LocalSteps:
         self._key = object()
         self._outer = OuterOptimizer(*self.schedule.outer)
         self._state = StrategyState()
-        self._unwritten: deque[Callable[[], object]] = deque()  # the writes of the last exchange
         # By engine: a new world starts with none, and those of the old one disappear with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[Any, GradientBuckets]] = WeakKeyDictionary()
         self._signature: Signature | None = None
@@ -131,15 +125,14 @@ class LocalSteps:
         for parameter in parameters:
             self._outer.convert(parameter.name, parameter.dtype)
 
-    def begin(self, weights: Weights) -> None:
-        """Prepare for a step, before it changes the weights.
+    def begin(self, read: Callable[[int], Any]) -> None:
+        """Prepare for a step, before it changes the weights, which are read as in `Weights`.
 
         Raises:
             HorovodInternalError: the ranks differ, or communication failed.
             ValueError: the loaded state belongs to another model.
-            Exception: that of ``weights``; no step has begun, and this method may be repeated.
+            Exception: that of ``read``; no step has begun, and this method may be repeated.
         """
-        self._write()
         engine = runtime.engine(self.process_set)
         if engine is not self._agreed:
             self._check_outer()
@@ -148,7 +141,7 @@ class LocalSteps:
             self._agree("its parameters", ("the number of steps", self.steps), together=True)
             self._agreed = engine
         if self.schedule.sends_changes and not self._is_idle(engine):
-            self._outer.set_anchors([each.name for each in self.parameters], weights.read)
+            self._outer.set_anchors([each.name for each in self.parameters], read)
         self.in_step = True
 
     def end(self, weights: Weights) -> None:
@@ -171,9 +164,8 @@ class LocalSteps:
             HorovodInternalError: the ranks differ, or communication failed. The weights are
                 unchanged, and the next exchange includes their changes.
             GradientError: on all ranks; a change is not finite, and there is an outer momentum.
-            Exception: that of ``weights.write``; the next step begins by writing the rest.
+            Exception: that of ``weights.write``.
         """
-        self._write()
         self.steps = self._agree("the number of steps")
         numbers = self.schedule.due(self.steps, self.parameters)
         if self.schedule.sends_changes:
@@ -189,7 +181,6 @@ class LocalSteps:
                 unchanged.
             Exception: as `exchange`.
         """
-        self._write()
         if runtime.engine(self.process_set).size > 1:
             self._agree("average_weights()")
             self._average(range(len(self.parameters)), weights, DENSE, False)
@@ -202,12 +193,10 @@ class LocalSteps:
         """
         self.in_step = False
         self._agreed = None
-        self._unwritten.clear()
         self._exchanges.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and copies of all arrays, by name."""
-        self._write()
         return {
             "steps": self.steps,
             "outer": self._outer.state_dict(),
@@ -220,7 +209,6 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:
         """Load a `state_dict`, on all ranks; ``is_own`` as for `exchange_state.load`."""
-        self._unwritten.clear()
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self.options.reduction.op
@@ -284,10 +272,7 @@ class LocalSteps:
         # One sample per rank: ranks that have joined have none, and are left out.
         exchange.exchange(lambda number: entries[number].array, samples=1)
         slots = map(exchange.result_slot, range(len(entries)))
-        self._unwritten.extend(
-            partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True)
-        )
-        self._write()
+        _write(partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True))
 
     def _outer_step(self, numbers: Sequence[int], weights: Weights) -> None:
         parameters = [self.parameters[number] for number in numbers]
@@ -309,27 +294,9 @@ class LocalSteps:
 
         def step(position: int) -> None:
             result = exchange.result_slot(position)
-            weight = self._outer.step(parameters[position].name, result)
-            # From here on the write alone may be repeated.
-            self._unwritten[0] = partial(weights.write, numbers[position], weight)
-            self._unwritten[0]()
+            weights.write(numbers[position], self._outer.step(parameters[position].name, result))
 
-        self._unwritten.extend(partial(step, position) for position in range(len(numbers)))
-        self._write()
-
-    def _write(self) -> None:
-        """Replace the weights that are left; a signal's handler finds all replaced, or none."""
-        if self._unwritten:
-            try:
-                self._write_all()
-            finally:
-                leave()
-
-    @uninterrupted
-    def _write_all(self) -> None:
-        while self._unwritten:
-            self._unwritten[0]()
-            self._unwritten.popleft()
+        _write(partial(step, position) for position in range(len(numbers)))
 
     def _check_finite(self, exchange: GradientBuckets, parameters: Sequence[Parameter]) -> None:
         """Raise on all ranks for values that would stay in the outer momentum for ever."""
@@ -353,6 +320,20 @@ class LocalSteps:
                 engine, self.label, parameters, strategy, reduction, state=self._state
             )
         return exchanges[key]
+
+
+def _write(writes: Iterable[Callable[[], object]]) -> None:
+    """Replace weights; a signal's handler finds all replaced, or none."""
+    try:
+        _write_all(writes)
+    finally:
+        leave()
+
+
+@uninterrupted
+def _write_all(writes: Iterable[Callable[[], object]]) -> None:
+    for write in writes:
+        write()
 
 
 @dataclass

@@ -92,7 +92,7 @@ def _parse_one(text: str, ranks: int | None) -> Fault:
     is_known = fault.action in _ACTIONS and fault.point in POINTS
     numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
     problem = ""
-    if not is_known or min(numbers) < 0:
+    if not is_known or not all(0 <= each < math.inf for each in numbers):
         problem = (
             ", expected for example kill:rank=1,step=7,point=exchange (actions: "
             f"{', '.join(_ACTIONS)}; then {', '.join(kinds)}; points: {', '.join(POINTS)})"
@@ -112,11 +112,7 @@ def _parse_one(text: str, ranks: int | None) -> Fault:
 
 
 def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
-    """Plant the faults of a rank, by its number at the start; none where the job starts again.
-
-    Raises:
-        SettingsError: It cannot be read, or names a rank that does not exist.
-    """
+    """Plant the faults of a rank, by its number at the start; none where the job starts again."""
     global _left
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
     planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []

@@ -1,9 +1,12 @@
 """hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
 
+import errno
 import functools
 import itertools
 import json
+import os
 import re
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -11,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch import cli
+from hvdlite.launch import cli, programs
+from hvdlite.launch import hosts as hosts_module
 from hvdlite.launch.discovery import Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
 from hvdlite.launch.job import End
@@ -283,6 +287,25 @@ def test_a_script_is_asked_again_and_again(tmp_path, capsys):
     assert len(has_said()) == 1
 
 
+def test_a_system_that_cannot_start_the_script_is_asked_again(tmp_path, monkeypatch, capsys):
+    start, failures = programs.run, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+
+    def run(*args, **options):
+        if args[0] == "echo b" and failures:
+            raise failures.pop()
+        return start(*args, **options)
+
+    monkeypatch.setattr(programs, "run", run)
+    with (discovery := Discovery(script="echo a")).running():
+        discovery.script = "echo b"
+        _wait_until(lambda: discovery.hosts == [Host("b", 1)])
+    said = "hvdliterun: --host-discovery-script echo b: Cannot allocate memory; the job keeps the "
+    assert capsys.readouterr().err == f"{said}hosts that it has\n"
+    failures.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+    with pytest.raises(StartError, match="Cannot allocate memory"), discovery.running():
+        pass
+
+
 def test_a_script_that_hangs_ends_with_the_job(tmp_path):
     file = tmp_path / "asked"
     script = f"test -e {file} && touch {file}.again && exec sleep 60; touch {file}; echo a"
@@ -436,6 +459,18 @@ def test_slots_are_left_for_spares():
     sizes = Sizes(Discovery([Host("a", 4)]), least=1, most=6, spares=1)
     assert sizes.wait(6) == Plan([Host("a", 4)], 3)
     assert sizes.wait(2) == Plan([Host("a", 4)], 2)
+
+
+@pytest.mark.parametrize("name", ["node1.cluster", "Node1", "127.0.0.1", "an address"])
+def test_a_job_does_not_stop_for_another_name_of_this_host(name, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    if name == "an address":
+        name = dict(hosts_module._interfaces()).popitem()[1]
+    sizes = Sizes(Discovery([Host(name, 2)]), least=1, most=2)
+    server = _server(node1=2)
+    server.hosts = {rank: ["node1", "node1"] for rank in range(2)}
+    sizes.follow(server)()
+    assert not server.asked
 
 
 def test_names_of_a_host():

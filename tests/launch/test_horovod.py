@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.horovod import util
-from hvdlite.horovod.finder import BOOTSTRAP
+from hvdlite.horovod.finder import FOLDERS, METADATA
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
 from hvdlite.launch.cli import with_paths
 from tests.launch.launcher import ROOT, environment, hvdliterun
@@ -73,8 +73,8 @@ def test_the_names_of_the_core():
 def test_the_version_as_libraries_ask_for_it():
     code = "from importlib.metadata import version; print(version('horovod'), version('numpy'))"
     assert under_horovod(code) == [f"{VERSION} {np.__version__}"]
-    # In a process with nothing but the bootstrap folder, before the first import.
-    done = python("-c", code, path=[BOOTSTRAP])
+    # In a process with nothing but the folder, before the first import.
+    done = python("-c", code, path=[METADATA])
     assert done.stdout.split() == [VERSION, np.__version__]
     missing = python("-c", code)
     assert "PackageNotFoundError" in missing.stderr
@@ -254,7 +254,7 @@ def test_a_function_of_a_script(tmp_path):
 def test_the_path_of_other_processes_keeps_its_entries(path, others):
     """An empty one among them is the current folder."""
     before = {"A": "b"} if path is None else {"A": "b", "PYTHONPATH": path}
-    assert with_paths(before, "horovod") == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
+    assert with_paths(before, "horovod") == {"A": "b", "PYTHONPATH": ":".join(FOLDERS) + others}
 
 
 _ANY = """

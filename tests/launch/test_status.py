@@ -41,7 +41,8 @@ hvd.allreduce(1.0, name="accuracy")
 
 @pytest.fixture
 def script(tmp_path):
-    path = tmp_path / "script.py"
+    path = tmp_path / "pending jobs" / "script.py"  # as the line with the answer begins
+    path.parent.mkdir()
     path.write_text(SCRIPT)
     return path
 

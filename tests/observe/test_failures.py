@@ -152,6 +152,14 @@ def test_the_line_says_where_the_users_own_code_has_failed():
         assert failures._users_line(caught.value) == f" ({name}:1)"
 
 
+@pytest.mark.parametrize(
+    "folder", [".local/lib/python3.11/site-packages", "lib64/site-packages", "lib/dist-packages"]
+)
+def test_packages_are_not_the_users_own_code(folder):
+    error = raised(KeyError(), "/home/user/train.py", f"/home/user/{folder}/package/module.py")
+    assert failures._users_line(error) == " (/home/user/train.py:2)"
+
+
 def test_the_line_has_the_error_that_a_longer_text_tells_of():
     job_rank = failures.JobRank(1, 2, "job")
     text = "Graph execution error:\n\nDetected at node\nMismatchError: shape\n\t [[node]]"

@@ -230,11 +230,7 @@ def _choose_framework(benchmark: str, asked: str | None) -> str:
 
 
 def _choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> list[str]:
-    """Return the contenders; without a wish, all that compete.
-
-    Raises:
-        StartError: a contender is unknown.
-    """
+    """Return the contenders; without a wish, all that compete."""
     known = _BENCHMARKS[benchmark].known[framework]
     for name in asked or ():
         if name not in known:

@@ -32,11 +32,7 @@ _MILLISECONDS = 1e3
 
 
 def check(path: str) -> None:
-    """Refuse a plot that could not be written in the end, before it is measured.
-
-    Raises:
-        StartError: the suffix is unknown, there is no such folder, or no matplotlib.
-    """
+    """Refuse a plot that could not be written in the end, before it is measured."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise StartError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
     check_file("--plot", path)

@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command_of(script: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a script.
-
-    Raises:
-        StartError: there is no such script or program.
-    """
+    """Return the command that runs a script; refuse one that is not there."""
     command = [*([sys.executable] if script.endswith(".py") else []), script, *arguments]
     check(command, os.environ)
     return command

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdlite.base.files import replacing
 from hvdlite.errors import StartError
-from hvdlite.tools.bench.report import table
+from hvdlite.tools.bench.report import table, time_text
 from hvdlite.tools.trace.analysis import advise, read
 from hvdlite.tools.trace.record import Integers, RankRecord, Record
 
@@ -82,8 +82,8 @@ def describe(document: Mapping[str, Any]) -> str:
     lines.append(f"{len(shares)} ranks{of}, {document['events']} events")
     if count > 1:
         lines.append(
-            f"time of a step: median {_time_text(steps['seconds_median'])}, "
-            f"mean {_time_text(steps['seconds_mean'])}, longest {_time_text(steps['seconds_max'])}"
+            f"time of a step: median {time_text(steps['seconds_median'])}, "
+            f"mean {time_text(steps['seconds_mean'])}, longest {time_text(steps['seconds_max'])}"
         )
     rows = [
         (share["name"], f"{share['seconds']:.3f}", *_share_cells(share).values())
@@ -91,8 +91,8 @@ def describe(document: Mapping[str, Any]) -> str:
     ]
     lines += ["", table(("rank", "seconds", *_PARTS[:-1], "hidden exchange"), rows)]
     if slowest is not None:
-        waited, per_step = _time_text(slowest["waited"]), slowest["waited_per_step"]
-        each = "" if per_step is None else f", {_time_text(per_step)} per step"
+        waited, per_step = time_text(slowest["waited"]), slowest["waited_per_step"]
+        each = "" if per_step is None else f", {time_text(per_step)} per step"
         lines += [
             "",
             f"slowest: rank {slowest['rank']}, last at {slowest['last']:.0%} of the operations",
@@ -102,11 +102,6 @@ def describe(document: Mapping[str, Any]) -> str:
     lines += ["", table(_TENSOR_HEADS, tensors)]
     lines += ["", *(f"hint: {hint}" for hint in document["hints"])]
     return "\n".join(lines)
-
-
-def _time_text(seconds: float) -> str:
-    """Return a time in seconds or milliseconds."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 def _share_cells(share: Mapping[str, Any]) -> dict[str, str]:
@@ -122,10 +117,10 @@ def _tensor_cells(tensor: Mapping[str, Any]) -> dict[str, str]:
         "count": str(tensor["count"]),
         "bytes": f"{tensor['nbytes'] / 1e6:.3f}" if tensor["nbytes"] else "-",
         "sent": f"{tensor['sent'] / 1e6:.3f}" if tensor["sent"] else "-",
-        "exchange": _time_text(tensor["exchange"]),
-        "longest": _time_text(tensor["exchange_max"]),
+        "exchange": time_text(tensor["exchange"]),
+        "longest": time_text(tensor["exchange_max"]),
         "share": f"{tensor['exchange_share']:.1%}",
-        "late": _time_text(tensor["late"]),
+        "late": time_text(tensor["late"]),
         "last": "-" if last is None else f"{last} ({tensor['last']:.0%})",
     }
 
@@ -167,12 +162,12 @@ def _summary(document: Mapping[str, Any]) -> str:
     if steps["count"] > 1:
         facts += [
             ("steps", str(steps["count"]), steps["marker"]),
-            ("time of a step", _time_text(steps["seconds_median"]), "median"),
-            ("longest step", _time_text(steps["seconds_max"]), ""),
+            ("time of a step", time_text(steps["seconds_median"]), "median"),
+            ("longest step", time_text(steps["seconds_max"]), ""),
         ]
     if slowest is not None:
         per_step = slowest["waited_per_step"]
-        waited = _time_text(slowest["waited"] if per_step is None else per_step)
+        waited = time_text(slowest["waited"] if per_step is None else per_step)
         per = "" if per_step is None else " per step"
         facts.append(("slowest rank", str(slowest["rank"]), f"others wait {waited}{per}"))
     return "".join(

@@ -55,7 +55,14 @@ def read(path: str) -> tuple[dict[str, Any], Record]:
         )
     ranks = list(record.ranks.values())
     marker = _find_steps(record, ranks)
-    count = min(len(each.ends) for each in ranks)
+    counts = {rank: len(each.ends) for rank, each in record.ranks.items()}
+    count, most = min(counts.values()), max(counts.values())
+    if 1 < count < most - 1 and not record.problem:
+        rank = min(counts, key=counts.__getitem__)
+        record.problem = (
+            f"{path} has {count} steps of rank {rank}, and {most} of another (did a rank die, or "
+            f"come in later?): what follows counts the first {count} of each"
+        )
     if count > 1:
         for each in ranks:
             each.first, each.last = int(each.ends[0]), int(each.ends[count - 1])

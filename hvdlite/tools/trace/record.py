@@ -121,7 +121,7 @@ class Record:
 
     Attributes:
         events: the number of events read so far.
-        problem: why there are no more events, if not because the file is complete; else empty.
+        problem: why there are no more events, or not all of them count; empty: neither is so.
         ranks: the record of each rank that has events.
         tensors: by the row and name of each tensor (the names of unnamed operations count as one):
             its number, the largest number of bytes of its operations, and the most that a rank has

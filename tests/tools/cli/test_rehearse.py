@@ -138,6 +138,7 @@ def test_faults(text, faults):
 
 
 WRONG = "die kill:rank kill:rank=x kill:point=nowhere kill:count=0 kill:step=-1 kill:what=1"
+WRONG += " delay:seconds=inf kill:point=time,after=nan"
 IN_VAIN = {*rehearsal.POINTS} - {"exchange", "checkpoint"}
 
 

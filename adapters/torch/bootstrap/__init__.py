@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH: `sitecustomize` has scripts for torchrun run on hvdlite."""

@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH: ``import horovod`` finds the module in it, and that finds hvdlite."""
