@@ -31,16 +31,16 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1960, "collectives"),
     "gradients": (7, 3366, "gradients"),
     "recipe": (7, 2451, "recipe"),
-    "torch": (8, 6098, "torch"),
+    "torch": (8, 6099, "torch"),
     "tensorflow": (8, 2978, "tensorflow"),
     "keras": (9, 2311, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2533,
+        2534,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 1926, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 1928, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1223,
