@@ -46,11 +46,7 @@ __all__ = [
 
 
 def complete(mixins: Any, callbacks: Any, module: str) -> dict[str, Any]:
-    """Return the callbacks of a public module: the mixins of a private one, each with its base.
-
-    Args:
-        callbacks: Keras' module of that name.
-    """
+    """Return a public module's callbacks: the mixins of a private one, on the bases of a Keras."""
     bases = {"BestModelCheckpoint": callbacks.ModelCheckpoint}
     found = {}
     for name in mixins.__all__:
@@ -435,11 +431,7 @@ class BestModelCheckpoint:
             self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that there is a path.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Require a path."""
         if self.filepath is None:
             raise ValueError("BestModelCheckpoint has no path; pass filepath= or set .filepath")
         super().on_train_begin(logs)  # type: ignore[misc]

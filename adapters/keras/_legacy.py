@@ -103,15 +103,11 @@ class DistributedLegacy(DistributedKeras):
 
         Args:
             grads_and_vars: Pairs of this rank's gradients and of variables.
-            *args: Keras' other arguments.
+            *args, **kwargs: Keras' other arguments.
             batch_size: As for `hvdlite.keras.DistributedOptimizer`.
-            **kwargs: Keras' other keyword arguments.
 
         Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
-            ValueError: ``batch_size`` is no number of samples, or is combined with another op than
-                Average, a schedule, accumulation, or local variables whose gradients are divided
-                by the number of ranks.
+            HorovodInternalError, ValueError: As for ``apply`` in Keras 3.
         """
         synchronizer, options = self._hvdlite, self._hvdlite.options
         gradients, variables = _separated(grads_and_vars)

@@ -212,22 +212,14 @@ class KerasAdapter:
 
 @dataclass(frozen=True, eq=False)
 class Wrapping:
-    """The way in which an optimizer was made distributed, for others that are made from it.
-
-    Attributes:
-        local: Variables whose gradients are not exchanged.
-    """
+    """The way in which an optimizer was made distributed, for others that are made from it."""
 
     distribute: Callable[[Any, Options], Any]
     options: Options
     local: LocalVariables
 
     def apply(self, optimizer: Any) -> Any:
-        """Make another optimizer distributed in the same way.
-
-        Raises:
-            ValueError: Some options belong to one model.
-        """
+        """Make another optimizer distributed alike, unless some options belong to a model."""
         argument = "model=" if self.options.model is not None else "local layers or variables"
         if self.options.model is not None or self.local:
             raise ValueError(
@@ -401,11 +393,7 @@ class DistributedKeras(Distributed):
 
     @classmethod
     def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create an optimizer that is distributed in the same way.
-
-        Raises:
-            ValueError: This one has ``model=``, or local layers or variables.
-        """
+        """Create an optimizer that is distributed in the same way; see `Wrapping.apply`."""
         made = cls._original.from_config(config, *args, **kwargs)
         return made if distributed_part(made) is not None else cls._wrapping.apply(made)
 
@@ -419,7 +407,6 @@ def make_distributed(
     """Change the class of an optimizer to a distributed subclass with the same name.
 
     Args:
-        mixin: Overrides its methods.
         distribute: Makes other optimizers distributed in the same way.
     """
     original = type(optimizer)

@@ -269,11 +269,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Make the operation, in the graph that the session is about to have.
-
-        Raises:
-            RuntimeError: In eager mode.
-        """
+        """Make the operation, in the graph that the session is about to have."""
         graph = tf.compat.v1.get_default_graph()
         if self.bcast_op is None or self.bcast_op.graph is not graph:
             self.bcast_op = broadcast_global_variables(self.root_rank)

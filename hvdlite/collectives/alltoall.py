@@ -86,7 +86,6 @@ def run_alltoall(
     """Do `alltoall`, and tell the route.
 
     Args:
-        array, splits, name, process_set: As in `alltoall`.
         back: Send the rows back where those of this route came from, without ``splits``. The
             result has a row for each that was sent, of zeros if its receiver has died.
     """
@@ -202,11 +201,7 @@ class Alltoall(ArrayOperation):
         return value_of(result), received
 
     def _check(self, payloads: Sequence[bytes]) -> None:
-        """Compare what the ranks send with what the others expect.
-
-        Raises:
-            MismatchError: On all ranks; two of them differ.
-        """
+        """Refuse on all ranks what some send and others do not expect."""
         size = len(payloads)
         counts = [struct.unpack(f"<{2 * size}q", payload) for payload in payloads]
         for (source, sent), (target, theirs) in product(enumerate(counts), repeat=2):

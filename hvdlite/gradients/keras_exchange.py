@@ -98,11 +98,7 @@ class GradientPath(Protocol):
 
 
 class LocalVariables:
-    """Variables whose gradients stay on their rank.
-
-    Args:
-        scale: Divide these gradients by the number of ranks.
-    """
+    """Variables whose gradients stay on their rank, perhaps divided by the number of ranks."""
 
     def __init__(self, scale: bool) -> None:
         self._scale = scale
@@ -113,11 +109,7 @@ class LocalVariables:
         return bool(self._variables or self._layers)
 
     def add(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
-        """Add variables, and those of a layer or several, which need not be built yet.
-
-        Raises:
-            TypeError: Something else is in the place of a layer.
-        """
+        """Add variables, and those of a layer or several, which need not be built yet."""
         self._variables += variables
         if layers is not None:
             is_one = not isinstance(layers, list | tuple | set | frozenset)
