@@ -28,10 +28,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "transport": (3, 3747, "transport"),
     "engine": (4, 3730, "engine"),
     "compression": (5, 2701, "compression"),
-    "collectives": (6, 1907, "collectives"),
+    "collectives": (6, 1916, "collectives"),
     "gradients": (7, 3358, "gradients"),
     "recipe": (7, 2445, "recipe"),
-    "torch": (8, 6164, "torch"),
+    "torch": (8, 6173, "torch"),
     "tensorflow": (8, 2954, "tensorflow"),
     "keras": (9, 2261, "keras tensorflow.keras"),
     "elastic": (

@@ -18,12 +18,7 @@ from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.gradients.keras_exchange import LocalVariables, Synchronizer
-from hvdlite.gradients.options import (
-    CompressionArgument,
-    ExchangeSchedule,
-    Options,
-    make_options,
-)
+from hvdlite.gradients.options import CompressionArgument, ExchangeSchedule, Options, make_options
 from hvdlite.world import world
 
 

@@ -22,11 +22,7 @@ from hvdlite.base.reduction import (
     scale_integers,
     scales_integers,
 )
-from hvdlite.collectives.arrays import (
-    ArrayOperation,
-    checked_array,
-    empty_like,
-)
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, empty_like
 from hvdlite.compression import (
     Bucket,
     Compression,
