@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from hvdlite.base import observers
 from hvdlite.base.arguments import check_count, check_ratio
-from hvdlite.base.interrupts import uninterrupted
 from hvdlite.engine import runtime
 from hvdlite.transport.counting import traffic
 from hvdlite.world import world
@@ -180,7 +178,7 @@ class Progress(Generic[_Batch]):
 
     def _begin(self) -> None:
         self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
-        self._waited_before, self._sent_before = self._waits.seconds(), traffic().sent
+        self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
 
     def _seconds(self) -> float:
         end = time.perf_counter() if self._ended is None else self._ended
@@ -212,7 +210,7 @@ class Progress(Generic[_Batch]):
             left = max(self._total - self.steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
-            share = (self._waits.seconds() - self._waited_before) / seconds
+            share = (self._waits.seconds - self._waited_before) / seconds
             parts.append(f"exchange {min(share, 1.0):.0%}")
             if steps and (sent := traffic().sent - self._sent_before):
                 parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
@@ -223,24 +221,14 @@ class _WaitClock:
     """An observer that counts the time in which threads wait; threads at a time count once."""
 
     def __init__(self) -> None:
-        self._seconds = self._counted = 0.0
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self.seconds = 0.0
+        self._until = time.monotonic_ns()
 
-    def seconds(self, more: int = 0) -> float:
-        """Return the time counted so far; from now on, so many threads more wait."""
-        with self._lock:
-            now = time.perf_counter()
-            if self._waiting:
-                self._seconds += now - self._counted
-            self._counted = now
-            self._waiting = max(self._waiting + more, 0)  # some began before this clock
-            return self._seconds
-
-    @uninterrupted  # or a handler that waits would find the lock taken
-    def observe(self, point: str, *_: object) -> None:
-        if change := {"wait": 1, "waited": -1}.get(point, 0):
-            self.seconds(change)
+    def observe(self, point: str, *details: Any) -> None:
+        if point == "waited":
+            now = time.monotonic_ns()
+            self.seconds += (now - max(details[1], self._until)) / 1e9
+            self._until = now
 
 
 def count_samples(batch: Any) -> int:
