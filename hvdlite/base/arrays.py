@@ -22,9 +22,7 @@ def as_array(values: Any) -> Any:
             f"arrays of dtype {array.dtype} cannot be sent; use broadcast_object() or "
             "allgather_object()"
         )
-    if array.dtype.isnative:
-        return array
-    return array.astype(array.dtype.newbyteorder("="))
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def check_out(out: Any, array: Any) -> bool:
