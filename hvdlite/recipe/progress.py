@@ -104,7 +104,6 @@ class Progress(Generic[_Batch]):
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
-        self._waits = _WaitClock()
         self._begin()
         self._open()
 
@@ -112,7 +111,8 @@ class Progress(Generic[_Batch]):
         """Draw from now on, if this is rank 0, as it is when those before it have died."""
         self._is_open = world.rank() == 0
         if self._is_open:
-            observers.add(self._waits.observe)
+            self._waited_until = time.monotonic_ns()
+            observers.add(self._observe)
             self._bar = _bar(self._prefix, self._total, self._initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
             self._due = time.perf_counter() + self._interval
@@ -166,7 +166,7 @@ class Progress(Generic[_Batch]):
             try:
                 self._draw()
             finally:
-                observers.remove(self._waits.observe)
+                observers.remove(self._observe)
                 if self._bar is not None:
                     self._bar.close()
 
@@ -178,7 +178,14 @@ class Progress(Generic[_Batch]):
 
     def _begin(self) -> None:
         self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
-        self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
+        self._waited, self._sent_before = 0.0, traffic().sent
+
+    def _observe(self, point: str, *details: Any) -> None:
+        """Count the time in which threads wait; threads at a time count once."""
+        if point == "waited":
+            now = time.monotonic_ns()
+            self._waited += (now - max(details[1], self._waited_until)) / 1e9
+            self._waited_until = now
 
     def _seconds(self) -> float:
         end = time.perf_counter() if self._ended is None else self._ended
@@ -210,25 +217,10 @@ class Progress(Generic[_Batch]):
             left = max(self._total - self.steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
-            share = (self._waits.seconds - self._waited_before) / seconds
-            parts.append(f"exchange {min(share, 1.0):.0%}")
+            parts.append(f"exchange {min(self._waited / seconds, 1.0):.0%}")
             if steps and (sent := traffic().sent - self._sent_before):
                 parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
         return parts
-
-
-class _WaitClock:
-    """An observer that counts the time in which threads wait; threads at a time count once."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._until = time.monotonic_ns()
-
-    def observe(self, point: str, *details: Any) -> None:
-        if point == "waited":
-            now = time.monotonic_ns()
-            self.seconds += (now - max(details[1], self._until)) / 1e9
-            self._until = now
 
 
 def count_samples(batch: Any) -> int:
