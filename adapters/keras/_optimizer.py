@@ -24,13 +24,7 @@ from hvdlite.world import world
 
 @dataclass(frozen=True)
 class KerasAdapter:
-    """The public functions that make optimizers distributed, for one Keras.
-
-    Attributes:
-        conversion: Conversion between the framework's tensors and arrays.
-        distribute: Makes an optimizer distributed, given options that have been checked.
-        keras: Returns that Keras.
-    """
+    """The public functions that make optimizers distributed, for one Keras and its framework."""
 
     conversion: Conversion
     distribute: Callable[[Any, Options], Any]
