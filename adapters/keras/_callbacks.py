@@ -287,13 +287,12 @@ class LearningRateScheduleCallback:
         parts.current.refuse(
             type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
         )
-        if not self._given_steps:
-            self.steps_per_epoch = self.params.get("steps")  # of this fit
-            if not self.steps_per_epoch:
-                raise ValueError(
-                    "Keras does not know the number of batches per epoch; pass steps_per_epoch to "
-                    f"{type(self).__name__}"
-                )
+        self.steps_per_epoch = self._given_steps or self.params.get("steps")  # of this fit
+        if not self.steps_per_epoch:
+            raise ValueError(
+                "Keras does not know the number of batches per epoch; pass steps_per_epoch to "
+                f"{type(self).__name__}"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch
@@ -333,8 +332,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: The rate after the warm-up, already scaled by the number of ranks.
         warmup_epochs: Length of the warm-up in epochs.
-        momentum_correction: As for `LearningRateScheduleCallback`.
-        steps_per_epoch: Batches per epoch; None: the number that Keras knows.
+        momentum_correction, steps_per_epoch: As for `LearningRateScheduleCallback`.
         verbose: 1: rank 0 prints when the warm-up is over.
     """
 

@@ -76,13 +76,11 @@ class GradientAllreduce(Backend):
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        if slices and options.reduction.op is ReduceOp.ADASUM:
+        is_adasum = options.reduction.op is ReduceOp.ADASUM
+        if slices and (is_adasum or samples is not None):
             raise NotImplementedError(
-                "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
-            )
-        if slices and samples is not None:
-            raise NotImplementedError(
-                "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+                f"{'hvd.Adasum' if is_adasum else 'batch_size'} is not defined for "
+                "tf.IndexedSlices; use sparse_as_dense=True"
             )
         state = self.state if options.strategy.stateful else None
         if options.strategy.stateful and state is None:
