@@ -29,15 +29,9 @@ class RecordedCall(NamedTuple):
         self, arrays: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]
     ) -> Any:
         """Return the results of a collective for one array, or of the one for several."""
-        options = {
-            "name": self.name,
-            "op": self.op,
-            "prescale_factor": self.prescale_factor,
-            "postscale_factor": self.postscale_factor,
-            "compression": self.compression,
-            "process_set": self.process_set,
-        }
-        return several(arrays, **options) if self.grouped else [one(arrays[0], **options)]
+        options = self._asdict()
+        grouped = options.pop("grouped")
+        return several(arrays, **options) if grouped else [one(arrays[0], **options)]
 
     def gather(self, arrays: Sequence[Any]) -> Any:
         """Return what an allgather of one array or of several has `Gathered`, as a list."""
