@@ -92,11 +92,7 @@ class BroadcastGlobalVariablesCallback:
         self._are_shared = False  # the weights, by all ranks and after each step
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables that exist on all ranks.
-
-        Raises:
-            MismatchError: The optimizer is distributed on some ranks only, or has other variables.
-        """
+        """Broadcast the variables that all ranks have; their optimizers have to be alike."""
         self.broadcast_done = self._are_shared = False
         self._steps = status.counts.total()
         name = "BroadcastGlobalVariablesCallback"
@@ -205,11 +201,7 @@ class MetricAverageCallback:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average the logs.
-
-        Raises:
-            HorovodInternalError: Ranks have different metrics.
-        """
+        """Average the logs, which have the same metrics on all ranks."""
         logs = {} if logs is None else logs
         arrays = {key: to_array(logs[key]) for key in sorted(logs)}
         # Zeros stand for arrays, so that all names are compared.
@@ -276,12 +268,7 @@ class LearningRateScheduleCallback:
             self.multiplier = lambda epoch: factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look up the number of batches per epoch.
-
-        Raises:
-            ValueError: It is needed, and Keras does not know it; or there are virtual ranks, of
-                which a batch is only a part of a step.
-        """
+        """Look up the number of batches per epoch, on which the rate of a batch depends."""
         if self.staircase:
             return
         parts.current.refuse(
