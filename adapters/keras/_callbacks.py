@@ -46,11 +46,7 @@ __all__ = [
 
 
 def complete(mixins: Any, callbacks: Any, module: str) -> dict[str, Any]:
-    """Return the callbacks of a public module: the mixins of a private one, each with its base.
-
-    Args:
-        callbacks: Keras' module of that name.
-    """
+    """Return a public module's callbacks: the mixins of a private one, on the bases of a Keras."""
     bases = {"BestModelCheckpoint": callbacks.ModelCheckpoint}
     found = {}
     for name in mixins.__all__:
@@ -96,11 +92,7 @@ class BroadcastGlobalVariablesCallback:
         self._are_shared = False  # the weights, by all ranks and after each step
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables that exist on all ranks.
-
-        Raises:
-            MismatchError: The optimizer is distributed on some ranks only, or has other variables.
-        """
+        """Broadcast the variables that all ranks have; their optimizers have to be alike."""
         self.broadcast_done = self._are_shared = False
         self._steps = status.counts.total()
         name = "BroadcastGlobalVariablesCallback"
@@ -209,11 +201,7 @@ class MetricAverageCallback:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average the logs.
-
-        Raises:
-            HorovodInternalError: Ranks have different metrics.
-        """
+        """Average the logs, which have the same metrics on all ranks."""
         logs = {} if logs is None else logs
         arrays = {key: to_array(logs[key]) for key in sorted(logs)}
         # Zeros stand for arrays, so that all names are compared.
@@ -280,24 +268,18 @@ class LearningRateScheduleCallback:
             self.multiplier = lambda epoch: factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look up the number of batches per epoch.
-
-        Raises:
-            ValueError: It is needed, and Keras does not know it; or there are virtual ranks, of
-                which a batch is only a part of a step.
-        """
+        """Look up the number of batches per epoch, on which the rate of a batch depends."""
         if self.staircase:
             return
         parts.current.refuse(
             type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
         )
-        if not self._given_steps:
-            self.steps_per_epoch = self.params.get("steps")  # of this fit
-            if not self.steps_per_epoch:
-                raise ValueError(
-                    "Keras does not know the number of batches per epoch; pass steps_per_epoch to "
-                    f"{type(self).__name__}"
-                )
+        self.steps_per_epoch = self._given_steps or self.params.get("steps")  # of this fit
+        if not self.steps_per_epoch:
+            raise ValueError(
+                "Keras does not know the number of batches per epoch; pass steps_per_epoch to "
+                f"{type(self).__name__}"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch
@@ -337,8 +319,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: The rate after the warm-up, already scaled by the number of ranks.
         warmup_epochs: Length of the warm-up in epochs.
-        momentum_correction: As for `LearningRateScheduleCallback`.
-        steps_per_epoch: Batches per epoch; None: the number that Keras knows.
+        momentum_correction, steps_per_epoch: As for `LearningRateScheduleCallback`.
         verbose: 1: rank 0 prints when the warm-up is over.
     """
 
@@ -435,11 +416,7 @@ class BestModelCheckpoint:
             self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that there is a path.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Require a path."""
         if self.filepath is None:
             raise ValueError("BestModelCheckpoint has no path; pass filepath= or set .filepath")
         super().on_train_begin(logs)  # type: ignore[misc]

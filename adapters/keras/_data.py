@@ -90,12 +90,7 @@ def _as_array(part: Any) -> Any:
 
 
 class ShardedData(keras.utils.PyDataset):
-    """One rank's batches, by their number in the epoch.
-
-    Args:
-        data: Arrays, or a sequence.
-        batches: Its batches; other attributes are those of it.
-    """
+    """One rank's batches, by their number in the epoch; other attributes are those of `Batches`."""
 
     def __init__(self, data: Any, batches: Batches) -> None:
         super().__init__()
@@ -128,11 +123,7 @@ class ShardedData(keras.utils.PyDataset):
         return (*batch[:2], keras.tree.map_structure(lambda each: each * factor, given))
 
     def begin_fit(self, steps_per_epoch: int | None, per_call: int) -> None:
-        """Begin a ``fit`` at the start of an epoch; ``per_call`` steps are taken at once.
-
-        Raises:
-            ValueError: Keras would ask for batches of an epoch before it has begun.
-        """
+        """Begin a ``fit`` at the start of an epoch; ``per_call`` steps are taken at once."""
         ahead = self.workers > 1 or self.use_multiprocessing
         if ahead and keras.backend.backend() == "torch":
             raise ValueError(

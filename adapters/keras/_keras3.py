@@ -74,14 +74,7 @@ class DistributedKeras3(DistributedKeras):
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], batch_size: Any = None
     ) -> Any:
-        """Call `apply` with the gradients and variables of pairs.
-
-        Returns:
-            The number of steps so far, as Keras does.
-
-        Raises:
-            HorovodInternalError, ValueError: As for `apply`.
-        """
+        """Call `apply` with pairs of gradients and variables; return the number of steps."""
         grads, trainable_variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, trainable_variables, batch_size)
         return self.iterations  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from hvdlite.gradients.keras_exchange import Synchronizer
 from hvdlite.gradients.options import Options
 from hvdlite.keras._optimizer import (
     DistributedKeras,
+    distributed_part,
     keep_wrapping,
     kept_in,
     make_distributed,
@@ -33,8 +34,6 @@ from hvdlite.tensorflow.graphs import refuse_session, when
 from hvdlite.tensorflow.tensors import unconverted
 from hvdlite.tensorflow.variables import WeakVariablesDict
 from hvdlite.world import parts
-
-_Pairs = list[tuple[Any, Any]]
 
 # The class that users name, and the classes of its instances.
 _LOSS_SCALING: tuple[type[Any], ...] = (
@@ -62,34 +61,52 @@ def distribute(optimizer: Any, options: Options) -> Any:
     return optimizer
 
 
+def _reducing_early(original: Any) -> Any:
+    """Return a method that computes gradients and averages them, as in Horovod.
+
+    `apply_gradients` does not average them again. If the optimizer scales the loss, they are
+    averaged after Keras has unscaled them.
+    """
+
+    @functools.wraps(original)
+    @unconverted
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = distributed_part(self)
+        if part is None:
+            return original(self, *args, **kwargs)
+        synchronizer = part._hvdlite
+        with synchronizer.suspended():
+            found = list(original(self, *args, **kwargs))
+        if found and isinstance(found[0], tuple):
+            gradients, variables = _separated(found)
+            reduced = synchronizer.reduce_early(gradients, variables)
+            return list(zip(reduced, variables, strict=True))
+        params = kwargs["params"] if "params" in kwargs else args[1]
+        return synchronizer.reduce_early(found, tf.nest.flatten(params))
+
+    return compute
+
+
 class DistributedLegacy(DistributedKeras):
     """A mixin that averages gradients in ``apply_gradients``."""
 
     iterations: tf.Variable
 
-    @unconverted
+    @_reducing_early
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> _Pairs:
-        """Compute gradients as Keras does and average them over all ranks, as in Horovod.
-
-        `apply_gradients` does not average these gradients again.
-        """
+    ) -> Any:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
-            compute = super()._compute_gradients  # type: ignore[misc]
-            pairs = compute(loss, var_list, grad_loss, tape)
-        elif grad_loss is None:
-            pairs = self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
-        else:
+            return super()._compute_gradients(loss, var_list, grad_loss, tape)  # type: ignore[misc]
+        if grad_loss is not None:
             raise ValueError(f"{type(self).__name__} takes no grad_loss; leave it out")
-        return _reduced_early(self._hvdlite, pairs)
+        return self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
 
-    @unconverted
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        """Return averaged gradients of tensors in a graph, as `_compute_gradients` does."""
-        params = tf.nest.flatten(params)
-        gradients = getattr(super(), "get_gradients", tf.gradients)(loss, params)
-        return self._hvdlite.reduce_early(gradients, params)
+    @_reducing_early
+    def get_gradients(self, loss: Any, params: Any) -> Any:
+        """Return averaged gradients of tensors in a graph."""
+        compute = getattr(super(), "get_gradients", tf.gradients)
+        return compute(loss, tf.nest.flatten(params))
 
     @unconverted
     def apply_gradients(
@@ -103,15 +120,11 @@ class DistributedLegacy(DistributedKeras):
 
         Args:
             grads_and_vars: Pairs of this rank's gradients and of variables.
-            *args: Keras' other arguments.
+            *args, **kwargs: Keras' other arguments.
             batch_size: As for `hvdlite.keras.DistributedOptimizer`.
-            **kwargs: Keras' other keyword arguments.
 
         Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
-            ValueError: ``batch_size`` is no number of samples, or is combined with another op than
-                Average, a schedule, accumulation, or local variables whose gradients are divided
-                by the number of ranks.
+            HorovodInternalError, ValueError: As for ``apply`` in Keras 3.
         """
         synchronizer, options = self._hvdlite, self._hvdlite.options
         gradients, variables = _separated(grads_and_vars)
@@ -224,11 +237,6 @@ def _separated(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
     return [gradient for gradient, _ in listed], [variable for _, variable in listed]
 
 
-def _reduced_early(synchronizer: Synchronizer, pairs: Iterable[tuple[Any, Any]]) -> _Pairs:
-    gradients, variables = _separated(pairs)
-    return list(zip(synchronizer.reduce_early(gradients, variables), variables, strict=True))
-
-
 @functools.cache
 def _install() -> None:
     model = tf_keras.Model
@@ -243,8 +251,8 @@ def _install() -> None:
     for kind in _LOSS_SCALING[1:]:
         kind.apply_gradients = _with_reduction(kind.apply_gradients)
         if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):
-            kind._compute_gradients = _with_early_reduction(kind._compute_gradients)
-            kind.get_gradients = _with_early_reduction(kind.get_gradients)
+            kind._compute_gradients = _reducing_early(kind._compute_gradients)
+            kind.get_gradients = _reducing_early(kind.get_gradients)
 
 
 def _with_reduction(original: Any) -> Any:
@@ -265,23 +273,3 @@ def _with_reduction(original: Any) -> Any:
             return original(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
 
     return apply_gradients
-
-
-def _with_early_reduction(original: Any) -> Any:
-    """Return a method that computes gradients and averages them after Keras has unscaled them."""
-
-    @functools.wraps(original)
-    @unconverted
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = self.inner_optimizer
-        if not isinstance(inner, DistributedKeras):
-            return original(self, *args, **kwargs)
-        synchronizer = inner._hvdlite
-        with synchronizer.suspended():
-            found = list(original(self, *args, **kwargs))
-        if found and isinstance(found[0], tuple):
-            return _reduced_early(synchronizer, found)
-        params = kwargs["params"] if "params" in kwargs else args[1]
-        return synchronizer.reduce_early(found, tf.nest.flatten(params))
-
-    return compute

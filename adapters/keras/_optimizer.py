@@ -18,24 +18,13 @@ from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.gradients.keras_exchange import LocalVariables, Synchronizer
-from hvdlite.gradients.options import (
-    CompressionArgument,
-    ExchangeSchedule,
-    Options,
-    make_options,
-)
+from hvdlite.gradients.options import CompressionArgument, ExchangeSchedule, Options, make_options
 from hvdlite.world import world
 
 
 @dataclass(frozen=True)
 class KerasAdapter:
-    """The public functions that make optimizers distributed, for one Keras.
-
-    Attributes:
-        conversion: Conversion between the framework's tensors and arrays.
-        distribute: Makes an optimizer distributed, given options that have been checked.
-        keras: Returns that Keras.
-    """
+    """The public functions that make optimizers distributed, for one Keras and its framework."""
 
     conversion: Conversion
     distribute: Callable[[Any, Options], Any]
@@ -212,22 +201,14 @@ class KerasAdapter:
 
 @dataclass(frozen=True, eq=False)
 class Wrapping:
-    """The way in which an optimizer was made distributed, for others that are made from it.
-
-    Attributes:
-        local: Variables whose gradients are not exchanged.
-    """
+    """The way in which an optimizer was made distributed, for others that are made from it."""
 
     distribute: Callable[[Any, Options], Any]
     options: Options
     local: LocalVariables
 
     def apply(self, optimizer: Any) -> Any:
-        """Make another optimizer distributed in the same way.
-
-        Raises:
-            ValueError: Some options belong to one model.
-        """
+        """Make another optimizer distributed alike, unless some options belong to a model."""
         argument = "model=" if self.options.model is not None else "local layers or variables"
         if self.options.model is not None or self.local:
             raise ValueError(
@@ -401,11 +382,7 @@ class DistributedKeras(Distributed):
 
     @classmethod
     def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create an optimizer that is distributed in the same way.
-
-        Raises:
-            ValueError: This one has ``model=``, or local layers or variables.
-        """
+        """Create an optimizer that is distributed in the same way; see `Wrapping.apply`."""
         made = cls._original.from_config(config, *args, **kwargs)
         return made if distributed_part(made) is not None else cls._wrapping.apply(made)
 
@@ -419,7 +396,6 @@ def make_distributed(
     """Change the class of an optimizer to a distributed subclass with the same name.
 
     Args:
-        mixin: Overrides its methods.
         distribute: Makes other optimizers distributed in the same way.
     """
     original = type(optimizer)

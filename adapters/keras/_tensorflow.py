@@ -138,11 +138,7 @@ class _DistributedV1(Distributed):
 
     @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Compute gradients as TensorFlow does, and average them over all ranks.
-
-        Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
-        """
+        """Compute gradients as TensorFlow does, and average them over all ranks."""
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         return list(zip(self._hvdlite.reduce(gradients, variables), variables, strict=True))

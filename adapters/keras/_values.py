@@ -53,16 +53,8 @@ def allreduce(
     Returns:
         A numpy array of that shape.
     """
-    return collectives.allreduce(
-        to_array(value),
-        average=average,
-        name=name,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-    )
+    arguments = locals()
+    return collectives.allreduce(to_array(arguments.pop("value")), **arguments)
 
 
 def allgather(
@@ -92,15 +84,8 @@ def reducescatter(
     compression: Strategy = Compression.none,
 ) -> Any:
     """Reduce a value, and return this rank's rows of the result, as `hvdlite.reducescatter`."""
-    return collectives.reducescatter(
-        to_array(value),
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        compression=compression,
-        process_set=process_set,
-    )
+    arguments = locals()
+    return collectives.reducescatter(to_array(arguments.pop("value")), **arguments)
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:

@@ -45,9 +45,7 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
-        path: The file, on the host of rank 0. It need not exist.
-        keep: How many generations remain: the file itself, and its predecessors as
-            ``PATH.generation-NUMBER``, which ``load`` uses if the file is damaged.
+        path, keep: As for `hvdlite.checkpoint`.
 
     Example::
 

@@ -16,21 +16,13 @@ import tensorflow as tf
 from hvdlite import collectives
 from hvdlite.base import reduction
 from hvdlite.base.reduction import Average, ReduceOp
-from hvdlite.collectives import Route, describe_allgather, run_alltoall
+from hvdlite.collectives import Route, run_alltoall
 from hvdlite.collectives.recorded import RecordedCall, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.rank_ops import integer, set_size
-from hvdlite.tensorflow.tensors import (
-    CONVERSION,
-    engine,
-    like,
-    rows_like,
-    run,
-    to_tensor,
-    unconverted,
-)
+from hvdlite.tensorflow.tensors import CONVERSION, like, rows_like, run, to_tensor, unconverted
 from hvdlite.world import world
 
 # The public names of `hvdlite.tensorflow`.
@@ -250,21 +242,9 @@ def grouped_allgather(
 @unconverted
 def _allgather(call: RecordedCall, tensors: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Return what has been gathered, and the number of ranks that it is from."""
-    name, process_set = call.name, call.process_set
 
     def gather(*arrays: Any) -> list[Any]:
-        if call.grouped:
-            found = collectives.grouped_allgather_async(
-                arrays, name, with_rows=True, process_set=process_set
-            ).wait()
-        else:
-            found = [
-                engine(process_set).run(
-                    "allgather",
-                    name,
-                    lambda name: describe_allgather(arrays[0], name, with_rows=True),
-                )
-            ]
+        found = call.gather(arrays)
         spans = [np.array(each.span, np.int64) for each in found]
         return [*(each.whole for each in found), *spans, np.int32(len(found[0].rows))]
 
@@ -272,7 +252,7 @@ def _allgather(call: RecordedCall, tensors: Sequence[Any]) -> tuple[list[tf.Tens
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         spans = [tf.TensorSpec((2,), tf.int64)] * len(tensors)
         specs = [*map(rows_like, tensors), *spans, tf.TensorSpec((), tf.int32)]
-        *found, size = run(gather, tensors, specs, process_set)
+        *found, size = run(gather, tensors, specs, call.process_set)
         wholes, spans = found[: len(tensors)], found[len(tensors) :]
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:

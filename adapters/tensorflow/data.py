@@ -47,14 +47,11 @@ def shard(
         data: An array or tensor (first axis: samples), or a tuple or dict of them, arbitrarily
             nested; the data are not copied, and batches are gathered by index. Or a
             ``tf.data.Dataset`` of samples, to which `sharded` is applied.
-        batch_size: Samples per rank and step.
+        batch_size, seed, allow_empty: As for `hvdlite.shard`.
         shuffle: Shuffle each epoch; False for evaluation, and for a dataset, whose own
             ``shuffle`` needs the same seed on all ranks.
-        seed: The seed of the shuffling; the same on all ranks.
         first_epoch: The epoch, from 0, of the first iteration; to resume training, or to
             continue, with a new dataset, after an epoch that was ended early.
-        allow_empty: Allow ranks to have an empty batch if there are fewer samples than
-            ranks; for evaluation.
         state: A position from `Sharding.position`, in the place of ``first_epoch``: the first
             iteration is the rest of that epoch, on any number of ranks.
 

@@ -65,10 +65,9 @@ def load_exchange_state_dict(
     """Restore a result of `exchange_state_dict`, as far as it is this rank's.
 
     Args:
-        variables: The variables that it was saved for.
+        variables, process_set: As for `exchange_state_dict`.
         state_dict: The result.
         op: The tape's.
-        process_set: The ranks that take part.
     """
     state = exchange_state(tf.nest.flatten(variables))
     state.load_state_dict(state_dict, ReduceOp(op), process_set)
@@ -83,8 +82,7 @@ def consolidate_exchange_state(
     the average of what all ranks have left to send.
 
     Args:
-        variables: The sources of ``gradient``, in that order, without local sources.
-        process_set: The ranks that take part.
+        variables, process_set: As for `exchange_state_dict`.
 
     Raises:
         HorovodInternalError: Communication failed.

@@ -50,17 +50,10 @@ def broadcast_object(
     """Return rank ``root_rank``'s object on all ranks; between steps, not in ``tf.function``.
 
     Args:
-        obj: Anything that can be pickled; ignored on the other ranks.
-        root_rank: The rank whose object is sent.
         session: Accepted as in Horovod, without effect.
-        name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
+        obj, root_rank, name, process_set: As for `hvdlite.broadcast_object`, with its errors.
 
     Raises:
-        ValueError: There is no such rank.
-        MismatchError: The ranks disagree.
-        HorovodInternalError: The object cannot be pickled (on all ranks), or communication
-            failed.
         RuntimeError: Inside ``tf.function``, which would do it only when it is traced.
     """
     _check_outside_function(process_set)
@@ -86,13 +79,7 @@ def allgather_object(
     """Return the objects of all ranks, by rank; between steps, not in ``tf.function``.
 
     Args:
-        obj: Anything that can be pickled.
-        session, name, process_set: As for `broadcast_object`.
-
-    Raises:
-        HorovodInternalError: An object cannot be pickled (on all ranks), or communication
-            failed.
-        RuntimeError: Inside ``tf.function``, which would do it only when it is traced.
+        obj, session, name, process_set: As for `broadcast_object`, with its errors.
     """
     _check_outside_function(process_set)
     return translated(collectives.allgather_object)(obj, name, process_set)
@@ -151,10 +138,8 @@ def broadcast_(
     """Overwrite variables with those of rank ``root_rank``, and return their values.
 
     Args:
-        variables: As in `broadcast_variables`, with the same errors.
-        root_rank: The rank whose values are sent.
+        variables, root_rank, process_set: As for `broadcast_variables`, with the same errors.
         name: Pairs this call with those of the other ranks; None pairs by order.
-        process_set: The ranks that take part.
 
     Returns:
         The values, in the order of ``tf.nest.flatten(variables)``. When they exist, the variables
@@ -269,11 +254,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Make the operation, in the graph that the session is about to have.
-
-        Raises:
-            RuntimeError: In eager mode.
-        """
+        """Make the operation, in the graph that the session is about to have."""
         graph = tf.compat.v1.get_default_graph()
         if self.bcast_op is None or self.bcast_op.graph is not graph:
             self.bcast_op = broadcast_global_variables(self.root_rank)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +28,7 @@ from hvdlite.gradients.sources import SourceExchange, exchange_of
 from hvdlite.tensorflow.collectives import allreduce, grouped_allreduce
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.exchange_state import exchange_state
-from hvdlite.tensorflow.graphs import in_order, numbered, together
+from hvdlite.tensorflow.graphs import count, in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run, to_array, unconverted, value_of
 from hvdlite.tensorflow.variables import Given, ReplicaChecks, named_variables, parameters_of, read
@@ -77,13 +76,11 @@ class GradientAllreduce(Backend):
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        if slices and options.reduction.op is ReduceOp.ADASUM:
+        is_adasum = options.reduction.op is ReduceOp.ADASUM
+        if slices and (is_adasum or samples is not None):
             raise NotImplementedError(
-                "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
-            )
-        if slices and samples is not None:
-            raise NotImplementedError(
-                "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+                f"{'hvd.Adasum' if is_adasum else 'batch_size'} is not defined for "
+                "tf.IndexedSlices; use sparse_as_dense=True"
             )
         state = self.state if options.strategy.stateful else None
         if options.strategy.stateful and state is None:
@@ -149,10 +146,6 @@ class GradientAllreduce(Backend):
         return grouped_allreduce(values, op=Max, name=name, process_set=process_set)
 
 
-# For each graph, whose replicas it compares: of which optimizers, or of tapes.
-_compared_in: WeakKeyDictionary[tf.Graph, set[int]] = WeakKeyDictionary()
-
-
 def _updates_before(checks: ReplicaChecks, sources: Sequence[Any]) -> list[tf.Tensor]:
     """Return what exists when the graph has made its earlier updates of what is compared.
 
@@ -160,11 +153,9 @@ def _updates_before(checks: ReplicaChecks, sources: Sequence[Any]) -> list[tf.Te
     earlier step of the same graph, if it makes several, also for another part of the variables.
     """
     variables = checks.replica.option_variables()
-    made = _compared_in.setdefault(tf.compat.v1.get_default_graph(), set())
-    if id(checks) in made:
+    if count(("comparison", id(checks))):
         named = named_variables(sources)
         variables += [each for _, each in (*named, *checks.replica.state(named))]
-    made.add(id(checks))
     return [read(value_of(variable)) for variable in variables]
 
 

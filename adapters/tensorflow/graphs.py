@@ -119,7 +119,7 @@ def call_python_in_session(
         function, tensors, specs: As for `call_python`.
         process_set: The ranks that take part; None: no other rank.
     """
-    place = None if process_set is None else f"graph.{_count(process_set.process_set_id)}"
+    place = None if process_set is None else f"graph.{count(process_set.process_set_id)}"
 
     def call(*arrays: Any) -> list[Any]:
         with nullcontext() if place is None else naming(place):
@@ -192,8 +192,8 @@ def numbered(label: str, process_set: ProcessSet) -> str:
 
     Exchanges with the same label must not overlap, and a session may run them at the same time.
     """
-    count = _count((label, process_set.process_set_id)) if for_session() else 0
-    return f"{label} {count + 1}" if count else label
+    number = count((label, process_set.process_set_id)) if for_session() else 0
+    return f"{label} {number + 1}" if number else label
 
 
 def refuse_session(what: str) -> None:
@@ -205,7 +205,8 @@ def refuse_session(what: str) -> None:
         )
 
 
-def _count(key: Any) -> int:
+def count(key: Any) -> int:
+    """Return how often this has been called with a key for the current graph."""
     graph = _outermost_graph()
     if not hasattr(graph, "_hvdlite_counts"):
         graph._hvdlite_counts = Counter()

@@ -52,11 +52,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     """Return whether this rank belongs to a process set, as an int32 tensor: 1 or 0.
 
     Args:
-        process_set_id: The number of the set; 0 is the set of all ranks.
-        name: Accepted as in Horovod, without effect.
-
-    Raises:
-        ValueError: There is no such set; out of a graph, when it runs.
+        process_set_id, name: As for `size_op`, with its error.
     """
     return integer(lambda: bool(runtime.process_sets().find(process_set_id).included()))
 

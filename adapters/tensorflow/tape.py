@@ -144,9 +144,6 @@ class DistributedGradientTape(tf.GradientTape):
 
         Args:
             layer: A Keras layer or a ``tf.Module``, with all that it contains; or several.
-
-        Raises:
-            TypeError: It is something else.
         """
         self._local.add(layers=layer)
 

@@ -30,14 +30,7 @@ from hvdlite.world import parts
 
 
 class VirtualSteps(GradientPath):
-    """A `GradientPath` with virtual ranks: each step takes the gradients of all of them.
-
-    Args:
-        backend: with the comparisons of the variables across processes.
-
-    Attributes:
-        stepped: whether the last part has ended a step.
-    """
+    """A `GradientPath` with virtual ranks: each step takes the gradients of all of them."""
 
     steps = None
 
@@ -166,11 +159,7 @@ class ModelBuffers:
         model: of Keras, built; None: there are none.
 
     Attributes:
-        parameters: describe them.
         begins: variables that keep what this part has begun with.
-
-    Raises:
-        ValueError: the model is not built.
     """
 
     def __init__(self, model: Any) -> None:

@@ -6,14 +6,13 @@ Three of them take a list of tensors, for the call with one tensor and for the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from hvdlite import collectives
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.collectives import Route, describe_allgather, run_alltoall
+from hvdlite.collectives import Route, run_alltoall
 from hvdlite.collectives.recorded import RecordedCall
 from hvdlite.engine import runtime
 from hvdlite.torch.device_memory import device_array, device_converter
@@ -46,15 +45,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RecordedCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         arrays = [to_array(tensor, device_array) for tensor in tensors]
-        if call.grouped:
-            handle = collectives.grouped_allgather_async(
-                arrays, call.name, with_rows=True, process_set=call.process_set
-            )
-            results = on_current_stream(handle.wait())
-        else:
-            describe = partial(describe_allgather, arrays[0], with_rows=True)
-            results = [runtime.engine(call.process_set).run("allgather", call.name, describe)]
-        results = [on_current_stream(result) for result in results]
+        results = [on_current_stream(each) for each in on_current_stream(call.gather(arrays))]
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.spans = [result.span for result in results]

@@ -11,12 +11,7 @@ import numpy as np
 
 
 def as_array(values: Any) -> Any:
-    """Return a contiguous array in native byte order: the same one, if it is such an array.
-
-    Raises:
-        TypeError: it is a masked array.
-        ValueError: its elements are Python objects or records.
-    """
+    """Return a contiguous array in native byte order: the same one, if it is such an array."""
     if type(values) is not np.ndarray and isinstance(values, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask; send .filled(value), and .mask")
     array = np.asarray(values, order="C")
@@ -27,9 +22,7 @@ def as_array(values: Any) -> Any:
             f"arrays of dtype {array.dtype} cannot be sent; use broadcast_object() or "
             "allgather_object()"
         )
-    if array.dtype.isnative:
-        return array
-    return array.astype(array.dtype.newbyteorder("="))
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def check_out(out: Any, array: Any) -> bool:

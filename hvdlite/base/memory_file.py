@@ -11,11 +11,7 @@ import os
 
 
 def create(name: str) -> int:
-    """Return the descriptor of a new file, which programs that this process starts do not get.
-
-    Raises:
-        OSError: the system or its C library has no such files.
-    """
+    """Return the descriptor of a new file, which programs that this process starts do not get."""
     # Pythons that are built for older systems, as those of conda and uv, lack it.
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)

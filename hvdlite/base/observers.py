@@ -12,8 +12,7 @@ point           this rank                                      details
 ==============  =============================================  =======================
 ``start``       is about to leave ``init()``
 ``submit``      is about to submit operations                  its lane, the operations
-``wait``        is about to wait for an operation               its name
-``waited``      has waited, or given up                        its name, and when the wait
+``waited``      has waited for an operation, or given up       its name, and when the wait
                                                                began, in monotonic ns
 ``meet``        is about to meet the others in a round         its lane, the operations
 ``agreed``      has met them                                   its lane, the operations

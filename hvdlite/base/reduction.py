@@ -57,11 +57,7 @@ _BITWISE = ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR
 
 
 def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """Resolve Horovod's two ways to name a reduction; neither means Average.
-
-    Raises:
-        ValueError: both are given, or ``op`` is not one of them.
-    """
+    """Resolve Horovod's two ways to name a reduction; neither means Average."""
     if average is not None:
         if op is not None:
             raise ValueError("give op= or average=, not both; average= is deprecated")
@@ -107,11 +103,7 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 
 @lru_cache  # called for every tensor that is reduced
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    """Refuse a reduction that has no meaning for ``dtype``.
-
-    Raises:
-        ValueError: for example for the minimum of complex numbers, or the average of booleans.
-    """
+    """Refuse a reduction that has no meaning for ``dtype``."""
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise ValueError(
             f"arrays of dtype {dtype} cannot be reduced; use bool, integers, floats or complex"
@@ -192,11 +184,7 @@ class Scaling:
 
 
 def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
-    """Return a factor as a float, after a check that values of ``dtype`` can be multiplied by it.
-
-    Raises:
-        ValueError: it is not a finite number, or exceeds the range of an integer ``dtype``.
-    """
+    """Return a factor as a float, if values of ``dtype`` can be multiplied by it."""
     if type(factor) is float and factor == 1.0:
         return factor
     try:

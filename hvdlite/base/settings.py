@@ -177,12 +177,7 @@ def compare(settings: Settings, comm: Any) -> None:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read all settings from environment variables; an empty one counts as not set.
-
-    Raises:
-        SettingsError: a variable cannot be read; the message names it, its value and
-            what is allowed.
-    """
+    """Read all settings from environment variables; an empty one counts as not set."""
     values = {}
     for entry in fields(Settings):
         for prefix in ("HVDLITE_", "HOROVOD_"):

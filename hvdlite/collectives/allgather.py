@@ -52,11 +52,7 @@ def allgather_async(
 
 
 def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Allgather:
-    """Make the operation that `allgather` submits.
-
-    Args:
-        with_rows: Whether the result is `Gathered`.
-    """
+    """Make the operation that `allgather` submits; its result is `Gathered` if ``with_rows``."""
     return Allgather(name, checked_array(array), with_rows=with_rows)
 
 
@@ -83,7 +79,6 @@ class Allgather(ArrayOperation):
     """An allgather.
 
     Args:
-        array: Array whose axes but the first are the same on all ranks; a scalar counts as one row.
         with_rows: Whether the result is `Gathered`.
         failure: Why this rank has no array.
         out: Contiguous array for the result, which may have the array in its place; None: a new

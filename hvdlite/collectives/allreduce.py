@@ -22,11 +22,7 @@ from hvdlite.base.reduction import (
     scale_integers,
     scales_integers,
 )
-from hvdlite.collectives.arrays import (
-    ArrayOperation,
-    checked_array,
-    empty_like,
-)
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, empty_like
 from hvdlite.compression import (
     Bucket,
     Compression,
@@ -129,11 +125,7 @@ def describe_allreduce(
     out: Any = None,
     average: bool | None = None,
 ) -> Allreduce:
-    """Check the arguments of `allreduce`, and return its operation.
-
-    Raises:
-        ValueError: As `allreduce`, for everything that this rank can tell alone.
-    """
+    """Check the arguments of `allreduce`, as far as one rank can, and return its operation."""
     op = reduction.choose(average, op)
     array = checked_array(array, out)
     reduction.check(op, array.dtype)
@@ -213,7 +205,6 @@ class Allreduce(ArrayOperation):
     """An allreduce.
 
     Args:
-        array: Array of any shape; it must not change until the operation has ended.
         out: Contiguous array of the same shape and dtype for the result, which may be the array
             itself; None allocates one.
         strategy: How the array travels; None: as it is.
@@ -382,14 +373,7 @@ def reduce_scaled_integers(
     op: ReduceOp,
     factors: tuple[float, float],
 ) -> Any:
-    """Reduce flat integers in float64, so that every rank sees whether a result fits their type.
-
-    Returns:
-        All results, as integers in float64.
-
-    Raises:
-        GradientError: On all ranks; a result does not fit.
-    """
+    """Reduce flat integers in float64: all ranks see, and refuse, a result beyond their type."""
     wide = scale_integers(send, factors[0])
     op, scaling = _split_average(op, factors[1], transport.size)
     with timeline.span(operation.lane, timeline.EXCHANGE):

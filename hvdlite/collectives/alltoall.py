@@ -86,24 +86,19 @@ def run_alltoall(
     """Do `alltoall`, and tell the route.
 
     Args:
-        array, splits, name, process_set: As in `alltoall`.
         back: Send the rows back where those of this route came from, without ``splits``. The
             result has a row for each that was sent, of zeros if its receiver has died.
     """
     engine = runtime.engine(process_set)
-    ids: Sequence[int] = ()
-    sent: Sequence[int] = ()
+    made: list[Alltoall] = []
 
     def describe(name: str) -> Operation:
-        nonlocal ids, sent
-        ids = engine.world.ids if back is None else back.ids
-        operation = describe_alltoall(array, splits, name, engine, back)
-        sent = operation.splits
-        return operation
+        made.append(describe_alltoall(array, splits, name, engine, back))
+        return made[0]
 
     result = engine.run("alltoall", name, describe)
     rows, received = result.take() if isinstance(result, DeviceResult) else result
-    return rows, Route(ids, sent, received)
+    return rows, Route(made[0].ids, made[0].splits, received)
 
 
 def describe_alltoall(
@@ -171,13 +166,13 @@ class Alltoall(ArrayOperation):
         signature = signature_of(label, array, entry, ("memory for the result", out is not None))
         super().__init__(name, signature, array)
         self.splits = splits
-        self._ids = ids
+        self.ids = ids
         self._expected = expected
 
     def go_on(self, members: Sequence[int]) -> None:
         """Send rows to the ranks that are left, and expect rows of them, alone."""
         super().go_on(members)
-        self._places = [self._ids.index(member) for member in members]
+        self._places = [self.ids.index(member) for member in members]
         counts = [*(self.splits[place] for place in self._places), *(self._sizes or ())]
         self.payload = struct.pack(f"<{len(counts)}q", *counts)
 
@@ -202,17 +197,13 @@ class Alltoall(ArrayOperation):
         return value_of(result), received
 
     def _check(self, payloads: Sequence[bytes]) -> None:
-        """Compare what the ranks send with what the others expect.
-
-        Raises:
-            MismatchError: On all ranks; two of them differ.
-        """
+        """Refuse on all ranks what some send and others do not expect."""
         size = len(payloads)
         counts = [struct.unpack(f"<{2 * size}q", payload) for payload in payloads]
         for (source, sent), (target, theirs) in product(enumerate(counts), repeat=2):
             if sent[target] != theirs[size + source]:
                 raise MismatchError(
-                    f"the ranks disagree on {self.title}: rank {self._ids[source]} sends "
-                    f"{sent[target]} elements to rank {self._ids[target]}, which expects "
+                    f"the ranks disagree on {self.title}: rank {self.ids[source]} sends "
+                    f"{sent[target]} elements to rank {self.ids[target]}, which expects "
                     f"{theirs[size + source]}; pass tensors of matching sizes"
                 )

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def signature_of(label: str, array: Any, *entries: tuple[str, Hashable]) -> Signature:
-    """Return the signature of a collective on an array.
-
-    Args:
-        array: The array, whose dtype and device must be the same on all ranks.
-    """
+    """Return the signature of a collective on an array, with its dtype and device."""
     device = "cuda" if isinstance(array, DeviceArray) else "cpu"
     return _signature(label, array.dtype, device, entries)
 
@@ -39,15 +35,7 @@ def _signature(
 
 
 def checked_array(array: Any, out: Any = None) -> Any:
-    """Return the array of a call's argument.
-
-    Args:
-        array: A device array, or what numpy converts to an array.
-        out: An array for the result; None: one will be allocated.
-
-    Raises:
-        ValueError: ``array`` cannot be sent, or ``out`` cannot take the result.
-    """
+    """Return the array of a call's argument: ``out`` if the result is to be there and fits."""
     if isinstance(array, DeviceArray):
         return array
     array = as_array(array)
@@ -73,13 +61,12 @@ def value_of(array: Any) -> Any:
 
 
 class ArrayOperation(Operation):
-    """A collective on an array of the host or of a device.
+    """A collective on an array of the host or a device, which must not change until it has ended.
 
     A device follows the stream that is the current one when the operation is made: it waits for the
     work that the stream has been given by then, and allocates results there.
 
     Args:
-        array: The array, which must not change until the operation has ended.
         out: The array that the result is written to, if there is one already.
     """
 

@@ -74,11 +74,7 @@ def describe_broadcast(
 
 
 def checked_root(engine: Engine, root_rank: int) -> int:
-    """Return the id of a broadcast's root; see `World.ids`.
-
-    Raises:
-        ValueError: It is no integer, or not among an engine's ranks.
-    """
+    """Return the id of a broadcast's root, a member of the engine's world; see `World.ids`."""
     ids = world.current().ids
     try:
         root = operator.index(root_rank)

@@ -152,15 +152,10 @@ def _group(
 def describe_group(
     label: str, name: str, items: Iterable[Any], describe: Callable[[Any, str], Operation]
 ) -> Group:
-    """Make one operation of several.
+    """Make one operation of several, called ``name.0``, ``name.1`` and so on.
 
     Args:
-        name: Name of the operation; its members are called ``name.0``, ``name.1`` and so on.
-        items: One for each member.
-        describe: Makes a member of an item and the member's name.
-
-    Raises:
-        ValueError: There is no item, the members are on several devices, or as ``describe``.
+        items: One for each member, as ``describe`` takes it.
     """
     operations = [describe(item, f"{name}.{number}") for number, item in enumerate(items)]
     if not operations:
@@ -176,9 +171,6 @@ class Group(Operation):
     """Operations of one family, which begin and end together.
 
     None of them begins before every rank has submitted all, and if one is refused, all are.
-
-    Args:
-        operations: Operations that have not been submitted; the same number on all ranks.
     """
 
     uses_memory_twice = True

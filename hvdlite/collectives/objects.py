@@ -97,11 +97,7 @@ def _pickled(obj: Any) -> tuple[bytes, str | None]:
 
 
 class BroadcastBytes(Operation):
-    """A broadcast of bytes, whose number only the root knows.
-
-    Args:
-        root: Id of the sender; see `World.ids`.
-    """
+    """A broadcast of bytes, whose number only the root knows."""
 
     def __init__(self, name: str, content: bytes, root: int, failure: str | None = None) -> None:
         entries = ("the operation", "broadcast of an object"), ("root_rank", root)

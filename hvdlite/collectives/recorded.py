@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvdlite.base.reduction import Average, ReduceOp
+from hvdlite.collectives.allgather import describe_allgather
+from hvdlite.collectives.groups import grouped_allgather_async
 from hvdlite.compression import Compression, Strategy
+from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet
 
 
@@ -25,15 +29,18 @@ class RecordedCall(NamedTuple):
         self, arrays: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]
     ) -> Any:
         """Return the results of a collective for one array, or of the one for several."""
-        options = {
-            "name": self.name,
-            "op": self.op,
-            "prescale_factor": self.prescale_factor,
-            "postscale_factor": self.postscale_factor,
-            "compression": self.compression,
-            "process_set": self.process_set,
-        }
-        return several(arrays, **options) if self.grouped else [one(arrays[0], **options)]
+        options = self._asdict()
+        grouped = options.pop("grouped")
+        return several(arrays, **options) if grouped else [one(arrays[0], **options)]
+
+    def gather(self, arrays: Sequence[Any]) -> Any:
+        """Return what an allgather of one array or of several has `Gathered`, as a list."""
+        name, process_set = self.name, self.process_set
+        if self.grouped:
+            handle = grouped_allgather_async(arrays, name, with_rows=True, process_set=process_set)
+            return handle.wait()
+        describe = partial(describe_allgather, arrays[0], with_rows=True)
+        return [runtime.engine(process_set).run("allgather", name, describe)]
 
     def backward(self) -> RecordedCall:
         """Return the same call for gradients."""

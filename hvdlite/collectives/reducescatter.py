@@ -99,11 +99,9 @@ def describe_reducescatter(
 
 
 class Reducescatter(ArrayOperation):
-    """A reducescatter.
+    """A reducescatter, by any reduction but Adasum.
 
     Args:
-        array: Array of at least one axis, the same on all ranks.
-        op: SUM, AVERAGE, MIN, MAX or PRODUCT.
         wire_dtype: Float to which elements are rounded while they travel.
         out: Contiguous array for the result; None: a new one.
         sizes: Given with it: the number of rows for each rank; None: as even as possible.

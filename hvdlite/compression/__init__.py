@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.compression.bucket import Bucket, Parameter, Reduction
+from hvdlite.compression.bucket import Bucket, Parameter, Reduction, StrategyState
 from hvdlite.compression.cast import Cast
 from hvdlite.compression.custom import Compressor, Conversion, Custom
 from hvdlite.compression.low_rank import PowerSGD
 from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
 from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
-from hvdlite.compression.state import StrategyState
 from hvdlite.compression.strategy import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 

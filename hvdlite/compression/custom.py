@@ -59,10 +59,6 @@ class Custom(Strategy):
     """Send the tensors that a compression class of the user's own returns.
 
     Tensors are compressed one by one, summed or averaged, and decompressed.
-
-    Args:
-        compressor: with ``compress(tensor)`` and ``decompress(tensor, ctx)``.
-        conversion: of tensors to arrays and back.
     """
 
     compressor: Any

@@ -34,9 +34,6 @@ def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> li
 
     Args:
         bad: the position of a parameter that this rank cannot send, or -1.
-
-    Raises:
-        GradientError: on all ranks, if there is such a parameter on any.
     """
     headers = list(map(_HEADER.unpack, transport.gather(_HEADER.pack(length, bad))))
     where = [rank for rank, (_, position) in enumerate(headers) if position >= 0]

@@ -55,13 +55,10 @@ def greatest(values: Any, count: int) -> Any:
 
 
 def at_least(values: Any, threshold: float) -> Any:
-    """Find the entries whose magnitude reaches a threshold.
+    """Find the entries whose magnitude reaches a threshold, as `greatest` does.
 
     Args:
         threshold: above 0; it is not rounded to the type of the values.
-
-    Returns:
-        As `greatest`.
     """
     with np.errstate(over="ignore"):  # only infinities lie beyond the type's range
         least = np.array([threshold]).astype(values.dtype)

@@ -93,9 +93,9 @@ class TopK(Sparse):
         check_choice("per", self.per, "bucket", "tensor")
         if self.count is not None:
             check_count("count", self.count)
-        if self.ratio is None and self.count is None:
+        elif self.ratio is None:
             object.__setattr__(self, "ratio", _RATIO)
-        if self.ratio is not None:
+        else:
             check_ratio("ratio", self.ratio)
 
     def select(self, bucket: Bucket) -> Any:

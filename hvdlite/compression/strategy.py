@@ -54,11 +54,7 @@ class Strategy(ABC):
         return self if is_floating(parameter.dtype) else DENSE
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype in which arrays travel in operations other than `exchange`.
-
-        Raises:
-            ValueError: the strategy supports `exchange` only.
-        """
+        """Return the dtype in which arrays travel in a reducescatter, or refuse that."""
         raise ValueError(f"{self!r} is for allreduces and gradients; leave compression out")
 
     @abstractmethod

@@ -83,8 +83,6 @@ class Handle:
         """
         watching = () if self.finished else observers.current
         began = time.monotonic_ns() if watching else 0
-        for observe in watching:
-            observe("wait", self.name)
         try:
             if (driver := self.driver) is not None:
                 driver.drive(self)

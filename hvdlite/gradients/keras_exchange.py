@@ -69,14 +69,11 @@ class GradientPath(Protocol):
 
     @staticmethod
     def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
-        """Refuse an optimizer whose calls are not all steps.
+        """Refuse an optimizer whose calls are not all steps, or options that exclude each other.
 
         Args:
             accumulates: Keras accumulates the gradients of several calls.
             scales_loss: Keras scales the loss and skips steps that overflow.
-
-        Raises:
-            ValueError: A step may be none of all ranks, or the options exclude each other.
         """
 
     def step(
@@ -86,23 +83,16 @@ class GradientPath(Protocol):
         batch_size: Any,
         apply: Callable[[list[Any]], Any],
     ) -> Any:
-        """Make a step, or a part of one.
+        """Make a step, or a part of one, and return what ``apply`` returns, or None.
 
         Args:
             variables: Their variables, the same on all ranks.
             batch_size: The number of samples that the gradients average; None: not given.
-
-        Returns:
-            What ``apply`` returns, or None.
         """
 
 
 class LocalVariables:
-    """Variables whose gradients stay on their rank.
-
-    Args:
-        scale: Divide these gradients by the number of ranks.
-    """
+    """Variables whose gradients stay on their rank, perhaps divided by the number of ranks."""
 
     def __init__(self, scale: bool) -> None:
         self._scale = scale
@@ -113,11 +103,7 @@ class LocalVariables:
         return bool(self._variables or self._layers)
 
     def add(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
-        """Add variables, and those of a layer or several, which need not be built yet.
-
-        Raises:
-            TypeError: Something else is in the place of a layer.
-        """
+        """Add variables, and those of a layer or several, which need not be built yet."""
         self._variables += variables
         if layers is not None:
             is_one = not isinstance(layers, list | tuple | set | frozenset)
@@ -280,11 +266,7 @@ class Synchronizer:
         """Return whether gradients to apply come from `reduce_early`.
 
         They may be some of its gradients, with the rest applied later. All others are taken for
-        this rank's own: an average that is averaged again stays the same.
-
-        Raises:
-            ValueError: They are others while the reduced ones are sums; or ``batch_size`` is
-                given, after the reduction.
+        this rank's own: an average that is averaged again stays the same, and a sum is refused.
         """
         early = [gradient for gradient in self._early if gradient is not None]
         self._early = []

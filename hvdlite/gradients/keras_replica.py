@@ -29,8 +29,6 @@ class OptimizerReplica:
         self.uncompared = 1
         self.read: Callable[[Any], float] = lambda variable: variable.numpy().item()
         self._config: dict[str, Any] | None = None
-        self._current: dict[str, Any] = {}
-        self._described: list[tuple[str, Any]] = []
 
     def options(self) -> list[tuple[str, Any]]:
         """Return the class and the options, the rate as it is now; of schedules the steps."""
@@ -43,13 +41,8 @@ class OptimizerReplica:
             name: self.read(value) if hasattr(value, "assign") else value
             for name, value in self._changing(optimizer).items()
         }
-        if current != self._current or not self._described:
-            self._current = current
-            # For a distributed optimizer, `__class__` is the class without hvdlite.
-            self._described = describe_optimizer(
-                optimizer.__class__.__name__, {**self._config, **current}
-            )
-        return self._described
+        # For a distributed optimizer, `__class__` is the class without hvdlite.
+        return describe_optimizer(optimizer.__class__.__name__, {**self._config, **current})
 
     def option_variables(self) -> list[Any]:
         """Return the variables among the options, such as the rate."""

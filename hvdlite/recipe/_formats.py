@@ -111,9 +111,6 @@ def named(
 
     Args:
         tensor_key: the key of the dicts that mark an array as a tensor; empty: none do.
-
-    Raises:
-        TypeError: the format cannot hold an array.
     """
     found: dict[str, _Array] = {}
     for path, array in zip(paths, arrays, strict=True):

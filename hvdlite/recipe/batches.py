@@ -131,11 +131,7 @@ class Batches(Member):
         return sharding
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """Return this rank's batches of the given epoch (from 0), all of them.
-
-        Raises:
-            ValueError: There are virtual ranks.
-        """
+        """Return all batches of this rank in an epoch (from 0), where no virtual ranks are."""
         parts.current.refuse("epoch()", "iterate over the batches, after set_epoch(n)")
         whole = dataclasses.replace(self.sharding, done=0)
         return (take(self._data, indices) for indices in whole.indices(epoch))

@@ -51,9 +51,6 @@ class Checkpoint:
     0 dies meanwhile, and the others go on without it, the new rank 0 does its work again.
     A subclass that takes further types converts them to these in `_encode`, and back in
     `_decode`.
-
-    Args:
-        path, keep: As for `checkpoint`.
     """
 
     # The only key of the dicts by which a subclass tells tensors from arrays; empty: it does not.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from hvdlite.base import observers
 from hvdlite.base.arguments import check_count, check_ratio
-from hvdlite.base.interrupts import uninterrupted
 from hvdlite.engine import runtime
 from hvdlite.transport.counting import traffic
 from hvdlite.world import world
@@ -106,7 +104,6 @@ class Progress(Generic[_Batch]):
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
-        self._waits = _WaitClock()
         self._begin()
         self._open()
 
@@ -114,7 +111,8 @@ class Progress(Generic[_Batch]):
         """Draw from now on, if this is rank 0, as it is when those before it have died."""
         self._is_open = world.rank() == 0
         if self._is_open:
-            observers.add(self._waits.observe)
+            self._waited_until = time.monotonic_ns()
+            observers.add(self._observe)
             self._bar = _bar(self._prefix, self._total, self._initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
             self._due = time.perf_counter() + self._interval
@@ -168,7 +166,7 @@ class Progress(Generic[_Batch]):
             try:
                 self._draw()
             finally:
-                observers.remove(self._waits.observe)
+                observers.remove(self._observe)
                 if self._bar is not None:
                     self._bar.close()
 
@@ -180,7 +178,14 @@ class Progress(Generic[_Batch]):
 
     def _begin(self) -> None:
         self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
-        self._waited_before, self._sent_before = self._waits.seconds(), traffic().sent
+        self._waited, self._sent_before = 0.0, traffic().sent
+
+    def _observe(self, point: str, *details: Any) -> None:
+        """Count the time in which threads wait; threads at a time count once."""
+        if point == "waited":
+            now = time.monotonic_ns()
+            self._waited += (now - max(details[1], self._waited_until)) / 1e9
+            self._waited_until = now
 
     def _seconds(self) -> float:
         end = time.perf_counter() if self._ended is None else self._ended
@@ -212,35 +217,10 @@ class Progress(Generic[_Batch]):
             left = max(self._total - self.steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
-            share = (self._waits.seconds() - self._waited_before) / seconds
-            parts.append(f"exchange {min(share, 1.0):.0%}")
+            parts.append(f"exchange {min(self._waited / seconds, 1.0):.0%}")
             if steps and (sent := traffic().sent - self._sent_before):
                 parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
         return parts
-
-
-class _WaitClock:
-    """An observer that counts the time in which threads wait; threads at a time count once."""
-
-    def __init__(self) -> None:
-        self._seconds = self._counted = 0.0
-        self._waiting = 0
-        self._lock = threading.Lock()
-
-    def seconds(self, more: int = 0) -> float:
-        """Return the time counted so far; from now on, so many threads more wait."""
-        with self._lock:
-            now = time.perf_counter()
-            if self._waiting:
-                self._seconds += now - self._counted
-            self._counted = now
-            self._waiting = max(self._waiting + more, 0)  # some began before this clock
-            return self._seconds
-
-    @uninterrupted  # or a handler that waits would find the lock taken
-    def observe(self, point: str, *_: object) -> None:
-        if change := {"wait": 1, "waited": -1}.get(point, 0):
-            self.seconds(change)
 
 
 def count_samples(batch: Any) -> int:

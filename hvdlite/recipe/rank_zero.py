@@ -98,14 +98,22 @@ def first(per_node: bool = False) -> Iterator[None]:
             )
         yield
         return
+    token = _running.set(per_node)
+    try:
+        yield from _in_turn(per_node)
+    finally:
+        _running.reset(token)
+
+
+def _in_turn(per_node: bool) -> Iterator[None]:
+    """Yield once: before all other ranks, or when those that go first have succeeded."""
     has_run = False
     while True:
         failure = None
         if not has_run and (world.local_rank() if per_node else world.rank()) == 0:
             has_run = True
             try:
-                with _block(per_node):
-                    yield
+                yield
             except Exception as error:  # the other ranks wait for the outcome
                 failure = error
         node = world.node_index() if per_node else 0
@@ -118,17 +126,7 @@ def first(per_node: bool = False) -> Iterator[None]:
             break
         # Whoever has run the block on a node has died, and all ranks see that: the next one does.
     if not has_run:
-        with _block(per_node):
-            yield
-
-
-@contextmanager
-def _block(per_node: bool) -> Iterator[None]:
-    token = _running.set(per_node)
-    try:
         yield
-    finally:
-        _running.reset(token)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -24,9 +24,8 @@ from hvdlite.world import parts, world
 def seed_keras(number: int) -> None:
     """Seed Keras 3, if the script has imported it, and the generators of all existing layers."""
     keras = sys.modules.get("keras")
-    if not hasattr(keras, "random"):
-        return
-    keras.utils.set_random_seed(number % 2**32)  # type: ignore[union-attr]
+    if hasattr(keras, "random"):
+        keras.utils.set_random_seed(number % 2**32)  # type: ignore[union-attr]
     for generator in generators():
         generator.state.assign(state_of(generator, number))
 

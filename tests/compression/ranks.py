@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
-from hvdlite.compression.state import BucketState
+from hvdlite.compression.bucket import BucketState
 from hvdlite.errors import GradientError
 from tests.simulation import Simulation, on_all_ranks
 

@@ -18,8 +18,8 @@ from hvdlite.compression import (
     Parameter,
     Reduction,
 )
+from hvdlite.compression.bucket import BucketState
 from hvdlite.compression.low_rank import multiply, orthonormal
-from hvdlite.compression.state import BucketState
 from hvdlite.errors import GradientError
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of

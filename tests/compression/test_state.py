@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlite.compression import Parameter, StrategyState
-from hvdlite.compression.state import BucketState
+from hvdlite.compression.bucket import BucketState
 
 FLOAT32 = np.dtype(np.float32)
 A, B, C = (

@@ -28,6 +28,7 @@ class Clock:
     """A clock that the test sets."""
 
     now = 0.0
+    monotonic_ns = staticmethod(time.monotonic_ns)
 
     def perf_counter(self):
         return self.now
@@ -129,6 +130,19 @@ def test_share_of_exchange():
             hvd.allreduce(np.zeros(1))
     if hvd.rank() == 0:
         assert int(re.search(r"exchange (\d+)%$", lines[-1])[1]) > 50
+
+
+@ranks(1)
+def test_threads_that_wait_at_a_time_count_once(monkeypatch):
+    hvd.init()
+    with written(), hvd.progress(3) as bar:
+        begin = time.monotonic_ns()
+        for name, began, ended in (("a", 0, 2), ("b", 1, 3), ("c", 5, 6)):
+            now = begin + ended * 10**9
+            monkeypatch.setattr(module.time, "monotonic_ns", lambda now=now: now)
+            bar._observe("waited", name, begin + began * 10**9)
+        monkeypatch.undo()
+    assert bar._waited == pytest.approx(4, abs=0.01)
 
 
 @ranks(2)
