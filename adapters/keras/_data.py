@@ -132,7 +132,8 @@ class ShardedData(keras.utils.PyDataset):
                 "epoch into the next; leave them at 1 and False"
             )
         epoch = self._batches.position()[0]
-        self.set_epoch(epoch + 1)  # of the epoch of a state it would keep the position
+        # To set the epoch at which it stands changes nothing; so first to another one.
+        self.set_epoch(epoch + 1)
         if not self._done:
             self.set_epoch(epoch)
         self._done, self._has_begun = 0, False

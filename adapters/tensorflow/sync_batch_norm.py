@@ -96,9 +96,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
                 )
             mask = tf.expand_dims(mask, -1)
         axes = [other for other in range(x.shape.rank) if other != axis]
-        mean, variance = _moments(x, axes, mask, self._process_set)
-        self._move(self.moving_mean, mean)
-        self._move(self.moving_variance, variance)
+        mean, variance, count = _moments(x, axes, mask, self._process_set)
+        self._move(self.moving_mean, mean, count)
+        self._move(self.moving_variance, variance, count)
         shape = [x.shape[axis] if other == axis else 1 for other in range(x.shape.rank)]
         offset, scale = (
             tf.reshape(tf.cast(weight, x.dtype), shape) if wanted else None
@@ -107,8 +107,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         normalized = tf.nn.batch_normalization(x, mean, variance, offset, scale, self.epsilon)
         return tf.cast(normalized, inputs.dtype)
 
-    def _move(self, moving: Any, value: tf.Tensor) -> None:
-        value = tf.cast(tf.reshape(tf.stop_gradient(value), moving.shape), moving.dtype)
+    def _move(self, moving: Any, value: tf.Tensor, count: tf.Tensor) -> None:
+        """Move a statistic towards a value, where there are elements that it is of."""
+        value, count = (tf.reshape(tf.stop_gradient(each), moving.shape) for each in (value, count))
+        value = tf.where(count > 0, tf.cast(value, moving.dtype), moving)
         moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
 
 
@@ -123,8 +125,8 @@ def _only(axis: Any) -> int:
 @unconverted
 def _moments(
     x: tf.Tensor, axes: Sequence[int], mask: Any, process_set: ProcessSet
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the mean and the variance of all ranks' elements along some axes.
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return the mean, the variance and the count of all ranks' elements along some axes.
 
     Each rank sums its own elements in two passes, and the parts are combined as in Chan, Golub and
     LeVeque (1983, "Algorithms for computing the sample variance"), so a large mean takes no
@@ -138,13 +140,15 @@ def _moments(
         mask: Selects elements, with a shape that can be broadcast to that of ``x``; None: all.
 
     Returns:
-        Mean and (biased) variance, with the reduced axes kept as 1.
+        Mean, (biased) variance and count, with the reduced axes kept as 1.
     """
     if mask is not None:
         mask = tf.broadcast_to(tf.cast(mask, tf.bool), tf.shape(x))
+    joint: tuple[tf.Tensor, ...] = ()
 
     @tf.custom_gradient
     def differentiable(x: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
+        nonlocal joint
         joint = _combine(_local(x, axes, mask), process_set)
         count, mean, variance = (tf.cast(each, x.dtype) for each in joint)
 
@@ -159,7 +163,7 @@ def _moments(
         return (mean, variance), gradient
 
     mean, variance = differentiable(x)
-    return mean, variance
+    return mean, variance, joint[0]
 
 
 def _counted(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:

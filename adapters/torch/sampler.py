@@ -167,14 +167,14 @@ class ShardStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        batches = self._stream.part(number, parts)
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        own = self._stream.part(number, count)
         while True:
             # Many data sets divide their samples among the workers by themselves, by this number,
             # and each worker would keep its part of a part.
             torch_worker._worker_info = None
             try:
-                batch = next(batches, None)
+                batch = next(own, None)
             finally:
                 torch_worker._worker_info = worker
             if batch is None:

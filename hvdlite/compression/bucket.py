@@ -88,7 +88,7 @@ class StrategyState:
     all ranks.
 
     Attributes:
-        is_common: whether all ranks have the same state, see `hvdlite.gradients.consolidate`.
+        is_common: whether all ranks have the same state, see `ExchangeState.consolidate`.
         common: keys of the arrays that are the same on all ranks in any case.
         owner: the rank of the last exchange and the number of ranks; None before the first one.
     """

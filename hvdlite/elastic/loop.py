@@ -57,8 +57,8 @@ def run(
     commit they form their world again, with spares (``--spares``) in the places of those that have
     died, and call the function again, so that reset callbacks and samplers adapt to the number of
     ranks. A spare gets the state of rank 0; before it calls the function, it must not communicate.
-    Otherwise training cannot continue without that rank: the
-    others raise ``RankGoneError``, which names it.
+    Without ``--elastic``, training cannot continue without that rank: the others raise
+    ``RankGoneError``, which names it.
 
     After ``HVDLITE_ELASTIC_RETRIES`` (3) failures in a row without a commit between them, the next
     failure is raised.

@@ -68,8 +68,8 @@ class Recovery(Supervisor):
     """Forms a world, and a new one when ranks have died, and replaces the transports of all lanes.
 
     Args:
-        message: For the other ranks, which form their world again with this one; None: this one
-            has been a spare.
+        message: Sent to the other ranks when they form their world again with this one; None:
+            this one has been a spare.
         again: Whether there has been a world before.
 
     Attributes:
@@ -431,7 +431,8 @@ class Recovery(Supervisor):
     def _check(self, attempt: _Attempt) -> None:
         """Raise on all ranks if one of them has failed otherwise than by a death."""
         failures: dict[str, list[int]] = {}
-        for rank, lanes in enumerate(attempt.states):
+        for member, lanes in zip(attempt.world.ids, attempt.states, strict=True):
+            rank = self._world.ids.index(member)  # as programs have known it until now
             for failure in {state.failure for state in lanes.values() if state.failure}:
                 failures.setdefault(failure, []).append(rank)
         if not failures:
@@ -443,8 +444,7 @@ class Recovery(Supervisor):
             raise HorovodInternalError(f"communication has failed {found}")
         raise RankGoneError(
             f"rank {self._world.comm.rank}: a rank has died, and the job cannot go on without it: "
-            f"{found} (of those that are left); start it again (hvdliterun --restarts), and load "
-            "the last checkpoint"
+            f"{found}; start it again (hvdliterun --restarts), and load the last checkpoint"
         )
 
     def _take_over(

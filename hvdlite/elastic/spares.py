@@ -240,7 +240,7 @@ class Pool:
         return formed
 
     def lacks(self, ranks: int) -> bool:
-        """Return whether ranks are missing that have died since the last call, or have spares."""
+        """Return whether a world of so many ranks lacks some: it has had more, or spares wait."""
         most = min(self._size, self._all.comm.size)
         return bool(ranks < max(len(self._members), most))
 

@@ -37,7 +37,7 @@ def extents_of(writer: Hashable, array: Any, out: Any = None) -> list[Extent]:
     """Return the memory of an array that is read, and of one that is written.
 
     Args:
-        out: The array that is written, which may have the first within; None: a new one.
+        out: The array that is written, of which the first may be a part; None: a new one.
     """
     if out is None:
         return [extent(array)]

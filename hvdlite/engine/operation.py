@@ -71,6 +71,7 @@ class Operation(ABC):
         inline_data: A flat array that may travel with the digests; None: there is none.
         places: The send and the result array of its plain allreduce, see `Transport.announce`; None
             on all ranks if it may not be one.
+        lane: The name of the lane that it has been submitted to.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.

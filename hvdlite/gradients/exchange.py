@@ -2,8 +2,9 @@
 
 `GradientExchange._send_complete` decides when a bucket is sent: when it and all earlier ones of the
 plan are complete, but neither while the ranks compare their parameters nor in steps weighted by
-samples, whose weight only `finish` knows. An adapter decides when a gradient has arrived; PyTorch
-calls `GradientHooks._on_gradient` (``hvdlite/torch/hooks.py``), which reports it to the exchange.
+samples, whose weight only `finish` knows. Without cores to spare (``buckets.overlaps`` is False),
+what is sent is only queued, and leaves in `finish`. An adapter decides when a gradient has arrived;
+PyTorch calls `GradientHooks._on_gradient` (``hvdlite/torch/hooks.py``), which reports it.
 """
 
 from __future__ import annotations

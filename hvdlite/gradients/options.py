@@ -15,8 +15,7 @@ from hvdlite.world import parts
 class ExchangeSchedule:
     """Base class of schedules: values whose settings are compared across ranks.
 
-    This one exchanges gradients in every step. The others are in a room beside the core
-    (`hvdlite.schedule`).
+    This one exchanges gradients in every step. The others are in `hvdlite.schedule`.
     """
 
     def check(
@@ -53,9 +52,9 @@ class Preset:
 #: ``decompress``, a preset, or the name of one.
 CompressionArgument = Strategy | Preset | type[Any] | str
 
-#: Returns what makes a preset, by its name. The facade fills it.
+#: Returns what makes a preset, by its name; `hvdlite.assembly` sets it.
 presets: Callable[[], Mapping[str, Callable[[], Preset]]] = dict
-#: Returns the schedule of steps by Adasum, for PyTorch's optimizer. The facade fills it.
+#: Returns the schedule of steps by Adasum, for PyTorch's optimizer; `hvdlite.assembly` sets it.
 adasum: Callable[[], ExchangeSchedule | None] = lambda: None  # noqa: E731
 
 

@@ -139,7 +139,7 @@ class Sizes:
     _order: list[str] = field(default_factory=list, init=False)
     # The hosts on which a process has ever started.
     _proven: set[str] = field(default_factory=set, init=False)
-    # The number of ranks on each host, when it was last looked at, or slots of the last plan.
+    # The number of ranks on each host when they were last counted; before that, slots of the plan.
     _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def wait(self, most: int) -> Plan:

@@ -170,7 +170,7 @@ def _is_in(address: str, network: str) -> bool:
 
 
 def parse_host(text: str, problem: str, slots: int = 1) -> Host:
-    """Read ``host:slots``, or ``host``, which has `slots`; another form is this problem."""
+    """Read ``host:slots``, or ``host`` with the default; else raise StartError(problem)."""
     match = _HOST.fullmatch(text)
     slots = int(match["slots"] or slots) if match else 0
     if not match or not slots:

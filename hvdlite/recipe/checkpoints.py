@@ -27,6 +27,7 @@ from hvdlite.errors import CheckpointError, HorovodInternalError
 from hvdlite.observe.failures import chain
 from hvdlite.recipe import _formats
 from hvdlite.recipe._tree import flatten, unflatten
+from hvdlite.recipe.rank_zero import portable
 from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
@@ -325,7 +326,7 @@ def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
             try:
                 own = action(), None
             except Exception as error:  # the other ranks wait
-                own = None, error
+                own = None, portable(error)
         # Not a broadcast, which is lost with its root. A rank that comes after the death may have
         # run the action already, as the new rank 0; else no rank has, and all of them see that.
         gathered = collectives.allgather_object(own, name=name)

@@ -78,9 +78,8 @@ def progress(
     elif total is None:
         with contextlib.suppress(TypeError):  # the length of a stream is unknown
             total = len(cast(Sized, iterable))
-    whole = world.size() if share is None else 1 / share
     prefix = f"{desc} " if desc else ""
-    return Progress(iterable, prefix, total, initial, unit, samples or count_samples, whole)
+    return Progress(iterable, prefix, total, initial, unit, samples or count_samples, share)
 
 
 @dataclass(eq=False, repr=False)
@@ -97,10 +96,10 @@ class Progress(Generic[_Batch]):
     _initial: int
     _unit: str
     _samples_in: Callable[[_Batch], int]
-    _whole: float
+    _share: float | None
 
     def __post_init__(self) -> None:
-        self.steps = self._initial
+        self.steps, self._size = self._initial, world.size()
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
@@ -120,7 +119,7 @@ class Progress(Generic[_Batch]):
     @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks after the first step, as seen from this rank."""
-        return self._samples * self._whole / self._seconds()
+        return self._samples / self._seconds()
 
     def __iter__(self) -> Iterator[_Batch]:
         with self:
@@ -135,7 +134,9 @@ class Progress(Generic[_Batch]):
             samples: This rank's samples in it.
         """
         self.steps += 1
-        self._samples += samples
+        if world.is_initialized():
+            self._size = world.size()  # which is less after a death
+        self._samples += samples / (self._share or 1 / self._size)
         if self.steps == self._initial + 1 and self._total != 1:
             self._begin()
         if not self._is_open and self._ended is None and world.is_initialized():
@@ -177,7 +178,7 @@ class Progress(Generic[_Batch]):
         self.close()
 
     def _begin(self) -> None:
-        self._began, self._first, self._samples = time.perf_counter(), self.steps, 0
+        self._began, self._first, self._samples = time.perf_counter(), self.steps, 0.0
         self._waited, self._sent_before = 0.0, traffic().sent
 
     def _observe(self, point: str, *details: Any) -> None:

@@ -117,7 +117,8 @@ def _in_turn(per_node: bool) -> Iterator[None]:
             except Exception as error:  # the other ranks wait for the outcome
                 failure = error
         node = world.node_index() if per_node else 0
-        gathered = collectives.allgather_object((node, has_run, _portable(failure)), name="first")
+        own = node, has_run, failure and portable(failure)
+        gathered = collectives.allgather_object(own, name="first")
         found = failure or next((each for _, _, each in gathered if each is not None), None)
         if found is not None:
             raise found
@@ -129,10 +130,8 @@ def _in_turn(per_node: bool) -> Iterator[None]:
         yield
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def portable(error: Exception) -> Exception:
     """Return an error that other ranks can unpickle."""
-    if error is None:
-        return None
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -11,8 +11,8 @@ import numpy as np
 from hvdlite.base.arguments import check_count
 from hvdlite.world import parts, world
 
-# Seed a framework's generators with an integer below 2 ** 64; and whether for each part of a step,
-# too. Adapters add theirs.
+# Functions that seed a framework's generators with an integer below 2 ** 64, and whether they are
+# called for each part of a step, too. Adapters add theirs.
 _frameworks: dict[Callable[[int], object], bool] = {}
 _EQUAL, _BY_RANK, _BY_PART = 0, 1, 2
 #: The number of the last call of `seed`; 0 before it.
@@ -92,7 +92,7 @@ def seed_part(all_frameworks: bool = False) -> int:
 
 
 def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:
-    """Make `seed` call a function, and `seed_part` unless it takes long; see `_frameworks`."""
+    """Add a function that `seed` calls, and with ``parts`` also `seed_part`; see `_frameworks`."""
     _frameworks[framework] = parts
 
 

@@ -341,6 +341,7 @@ class OuterOptimizer:
     """SGD with Nesterov momentum that applies outer gradients to weights, by name; for DiLoCo.
 
     Args:
+        learning_rate: of the outer steps.
         momentum: Nesterov's, as in `torch.optim.SGD`; 0: no momentum is stored.
 
     Attributes:

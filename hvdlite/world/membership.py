@@ -21,8 +21,9 @@ from hvdlite.world import world
 #: while it advances.
 lock = threading.RLock()
 
-#: What this rank's share of the data depends on of which it has taken samples last: equal on all
-#: ranks. None: nothing has divided the data.
+#: What decides which samples this rank gets (their number, the batch size, the seed, the epoch, a
+#: checksum), of the data of which it has taken some last: equal on all ranks. None: nothing has
+#: divided the data.
 division: Hashable = None
 
 
@@ -52,7 +53,7 @@ class Member(ABC):
 
 _Key = tuple[Hashable, int]
 _members: WeakValueDictionary[_Key, Member] = WeakValueDictionary()
-#: The objects that have joined, by key.
+#: How many objects have joined, by key.
 counts: dict[Hashable, int] = defaultdict(int)
 # What objects that this rank has yet to make must do to correspond to those of other ranks: the
 # arguments of `Member.begin`, and of each `Member.renumber`.

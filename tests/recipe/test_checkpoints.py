@@ -56,6 +56,16 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks(tmp_path):
     saved.save("previous")
     with pytest.raises(TypeError, match=r"state\['optimizer'\]\['x'\] is a object"):
         saved.save({"optimizer": {"x": object()}} if hvd.rank() == 0 else None)
+
+    class LocalError(TypeError):
+        """One that cannot be pickled for the other ranks."""
+
+    class Odd(dict):
+        def items(self):
+            raise LocalError("odd")
+
+    with pytest.raises((TypeError, RuntimeError), match="odd"):
+        saved.save(Odd(x=1) if hvd.rank() == 0 else None)
     endless = []
     endless.append(endless)
     with pytest.raises(hvd.CheckpointError, match="contains itself"):

@@ -73,6 +73,20 @@ def test_rates_and_time_left(monkeypatch):
     assert lines == (expected if hvd.rank() == 0 else [])
 
 
+@ranks(2)
+def test_rates_are_those_of_as_many_ranks_as_there_are(monkeypatch):
+    hvd.init()
+    monkeypatch.setattr(module, "time", clock := Clock())
+    with written(), hvd.progress(4) as bar:
+        bar.update(8)
+        for size in (2, 1, 1):  # the others have died
+            monkeypatch.setattr(module.world, "size", lambda size=size: size)
+            clock.now += 1
+            bar.update(16 // size)  # of the same global batch
+    monkeypatch.undo()
+    assert bar.samples_per_s == pytest.approx(16)
+
+
 @ranks(1)
 def test_steps_without_samples_and_what_ends_early(monkeypatch):
     hvd.init()

@@ -139,6 +139,19 @@ def test_what_is_masked_may_be_anything():
 
 
 @ranks(2)
+@each_mode
+def test_statistics_of_no_element_move_nothing(mode):
+    hvd.init()
+    layer = make_layer()
+    layer.moving_mean.assign([4.0, 5.0, 6.0])
+    x = tf.constant(draw(4, 1, 1, CHANNELS))
+    in_mode(mode, lambda: layer(x[:0], training=True))()
+    in_mode(mode, lambda: layer(x, training=True, mask=tf.zeros((4, 1, 1))))()
+    assert layer.moving_mean.numpy().tolist() == [4.0, 5.0, 6.0]
+    assert layer.moving_variance.numpy().tolist() == [1.0] * CHANNELS
+
+
+@ranks(2)
 def test_a_rank_may_have_an_empty_batch():
     hvd.init()
     layer = make_layer()
