@@ -159,8 +159,11 @@ def _link(path: Path, name: Path) -> None:
     except OSError:
         name.touch(exist_ok=False)
         try:
-            with replacing_by_name(name) as copy:
-                shutil.copy(path, copy)
+            with _temporary(path) as temporary:
+                shutil.copy(path, temporary)
+                with open(temporary, "rb") as copy:
+                    os.fsync(copy.fileno())
+                os.replace(temporary, name)
         except BaseException:
             name.unlink(missing_ok=True)
             raise
