@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 394, "horovod"),
     "launch": (_BESIDE, 3472, "launch"),
-    "tools": (_TOOLS, 3916, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 3920, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 571, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -59,8 +59,8 @@ class Replica:
 
 
 @contextlib.contextmanager
-def wrappings(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Wrapping]]:
-    """Provide what the contenders wrap their tapes by.
+def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[list[Replica]]:
+    """Provide a replica for each contender.
 
     Operations compute with one thread. There are two that run them, for every contender, as
     ``hvd.pin_device()`` sets it on one core: an exchange waits in one, and the backward pass
@@ -68,11 +68,16 @@ def wrappings(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Wrap
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    yield {
+    hvd.init(comm)
+    ways: dict[str, Wrapping] = {
         "alone": lambda tape: tape,
         "hvdlite": hvd.DistributedGradientTape,
         "mpi": lambda tape: _averaging(comm, tape),
     }
+    chosen = [name for name in ways if name in names]
+    batch = WORKLOADS[workload].batch
+    yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
+    hvd.shutdown()
 
 
 def _averaging(comm: MPI.Comm, tape: tf.GradientTape) -> Any:

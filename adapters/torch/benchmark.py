@@ -104,30 +104,33 @@ class Replica:
 
 
 @contextlib.contextmanager
-def wrappings(
-    comm: MPI.Comm, names: Collection[str]
-) -> Iterator[dict[str, Callable[[nn.Module], Trained]]]:
-    """Provide what the contenders wrap their models by.
+def replicas(comm: MPI.Comm, names: Collection[str], workload: str) -> Iterator[list[Replica]]:
+    """Provide a replica for each contender.
 
     By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
-    others do not.
+    others do not. Where there are none, ``ddp-no-buffers`` is the same and left out.
     """
     torch.set_num_threads(1)
-    on_gloo = any(name.startswith(("ddp", "fsdp")) for name in names)
+    hvd.init(comm)
+    ways: dict[str, Callable[[nn.Module], Trained]] = {
+        "alone": alone,
+        "hvdlite": hvdlite,
+        "mpi": partial(_averaging, comm),
+        "ddp": _ddp,
+        "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
+        "ddp-hvdlite": lambda model: _ddp(model, process_group=dist.new_group(backend="hvdlite")),
+        "ddp-hook": _hooked,
+        "fsdp": lambda model: _fsdp(model, dist.group.WORLD),
+        "fsdp-hvdlite": lambda model: _fsdp(model, dist.new_group(backend="hvdlite")),
+    }
+    chosen = [name for name in ways if name in names]
+    batch, is_dense = WORKLOADS[workload].batch, bool(WORKLOADS[workload].widths)
+    if is_dense and "ddp" in chosen:  # without batch normalisation
+        chosen = [name for name in chosen if name != "ddp-no-buffers"]
+    on_gloo = any(name.startswith(("ddp", "fsdp")) for name in chosen)
     with gloo(comm) if on_gloo else contextlib.nullcontext():
-        yield {
-            "alone": alone,
-            "hvdlite": hvdlite,
-            "mpi": partial(_averaging, comm),
-            "ddp": _ddp,
-            "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
-            "ddp-hvdlite": lambda model: _ddp(
-                model, process_group=dist.new_group(backend="hvdlite")
-            ),
-            "ddp-hook": _hooked,
-            "fsdp": lambda model: _fsdp(model, dist.group.WORLD),
-            "fsdp-hvdlite": lambda model: _fsdp(model, dist.new_group(backend="hvdlite")),
-        }
+        yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
+    hvd.shutdown()
 
 
 def alone(model: nn.Module) -> Trained:

@@ -58,16 +58,19 @@ def measure(
     cases = [(nbytes, 1) for nbytes in sizes]
     if burst:
         cases.append((_BURST_BYTES, _BURST_TENSORS))
+    hvd.init(comm)
     frameworks: AbstractContextManager[dict[str, Library]] = nullcontext({})
     if framework != "numpy":
         adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
         frameworks = adapter.libraries(comm, contenders)
     with frameworks as libraries:
         libraries = {**_libraries(comm), **libraries}
-        return [
+        records = [
             _measure(comm, contenders, libraries, nbytes, tensors, limit)
             for nbytes, tensors in cases
         ]
+    hvd.shutdown()
+    return records
 
 
 def _measure(

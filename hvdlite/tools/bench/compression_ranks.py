@@ -99,11 +99,13 @@ def measure(
     """Time exchanges of one model's gradients, by `CANDIDATES`' names; collective."""
     title = f"gradients of {WORKLOADS[workload].title} in {framework}"
     say(comm, f"{title} on {count_text(comm.size, 'rank')}")
+    runtime.init(comm)
     parameters = parameters_of(import_module(f"hvdlite.{framework}.benchmark").build(workload))
     candidates = {name: CANDIDATES[name] for name in contenders}
     exchanges = _exchanges(runtime.engine(), "bench", parameters, candidates)
     times = interleave(Ranks(comm), exchanges, **limit)
     advice = _choose(comm.size, parameters, 1.0, candidates, times)
+    runtime.shutdown()
     record = {
         "framework": framework,
         "workload": workload,

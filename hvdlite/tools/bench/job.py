@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hvdlite.engine import runtime
 from hvdlite.errors import StartError
 from hvdlite.launch import function as launch
 from hvdlite.launch.hosts import choose_hosts, on_this_host
@@ -46,7 +45,7 @@ def run(
 
     Args:
         function: as ``module:name``, imported on the ranks only; called with ``MPI.COMM_WORLD``
-            and the arguments, after ``hvd.init()``.
+            and the arguments.
         hosts, hostfile: as for ``hvdliterun``.
         busy: processes that compute on each host meanwhile, as those that load data do.
 
@@ -131,10 +130,8 @@ def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int) -> 
     if comm.size != size:
         raise RuntimeError(f"MPI has {comm.size} ranks, expected {size}; `hvdlite check` says why")
     measure = pkgutil.resolve_name(function)
-    runtime.init(comm)
     with computing(comm.Split_type(MPI.COMM_TYPE_SHARED), busy):
         result = measure(comm, **arguments)
-    runtime.shutdown()
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
     faulthandler.cancel_dump_traceback_later()
     return Outcome(result, _versions(MPI), hosts) if comm.rank == 0 else None

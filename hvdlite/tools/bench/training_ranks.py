@@ -35,13 +35,7 @@ def measure(
     adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
     chosen = WORKLOADS[workload]
     say(comm, f"{framework}: {chosen.title} on {count_text(comm.size, 'rank')}")
-    names = [*contenders]
-    if chosen.widths and "ddp" in names:  # there is no batch normalisation, so this is the same
-        names = [name for name in names if name != "ddp-no-buffers"]
-    with adapter.wrappings(comm, names) as ways:
-        replicas = [
-            adapter.Replica(name, workload, chosen.batch, comm.rank, ways[name]) for name in names
-        ]
+    with adapter.replicas(comm, contenders, workload) as replicas:
         warm_up(comm, replicas)
         steps = [Contender(replica.name, replica.step) for replica in replicas]
         times = interleave(Ranks(comm), steps, chosen.steps, **limit)
