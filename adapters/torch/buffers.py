@@ -10,7 +10,7 @@ import torch
 
 from hvdlite.gradients.buckets import LEAST_ZERO_COPY
 from hvdlite.gradients.exchange import GradientExchange
-from hvdlite.gradients.metadata import DENSE
+from hvdlite.gradients.metadata import IN_SLOT
 from hvdlite.torch.tensors import gradient_dtype, to_array, to_tensor
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class GradientBuffers:
             has_slot = number not in self._exchange.sparse_parameters
             if gradient.layout is torch.sparse_coo:
                 has_slot = has_slot and self._sparse_as_dense
-                step.kinds[number] = 2 * gradient.sparse_dim() + has_slot * DENSE
+                step.kinds[number] = 2 * gradient.sparse_dim() + has_slot * IN_SLOT
             if has_slot:
                 is_dense = gradient.layout is torch.strided
                 dense[number] = gradient if is_dense else gradient.to_dense()
@@ -320,7 +320,7 @@ class GradientBuffers:
         return to_tensor(slot) if self._memory is None else slot
 
     def _has_slot(self, step: Step, number: int) -> bool:
-        is_aside = not step.kinds.get(number, DENSE) & DENSE
+        is_aside = not step.kinds.get(number, IN_SLOT) & IN_SLOT
         return not is_aside and number not in self._exchange.sparse_parameters
 
     def _can_replace_memory(self, number: int, gradient: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
-from hvdlite.gradients.metadata import DENSE
+from hvdlite.gradients.metadata import IN_SLOT
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.sparse import start_reduction, zero_gradient
@@ -401,7 +401,7 @@ class GradientHooks:
         return found
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        self.exchange.mark(kinds={n: self._step.kinds.get(n, DENSE) for n in numbers})
+        self.exchange.mark(kinds={n: self._step.kinds.get(n, IN_SLOT) for n in numbers})
 
     # The end of a step
 

@@ -173,7 +173,7 @@ class Group(Operation):
     None of them begins before every rank has submitted all, and if one is refused, all are.
     """
 
-    uses_memory_twice = True
+    may_use_memory_twice = True
 
     def __init__(self, name: str, label: str, operations: Sequence[Operation]) -> None:
         payload = b"".join(operation.payload for operation in operations)

@@ -330,7 +330,7 @@ class Recovery(Supervisor):
         only if another one has. MPI gives no bound for what follows the second wait.
         """
         gathering, rank = self._gathering, self._gathering.comm.rank
-        # A rank is here, has seen all others here, or has given up before.
+        # Tags of messages: a rank is here, has seen all others here, or has given up before.
         come, ready, gave_up = (3 * self.recoveries + message for message in range(3))
         reported = self._settings.stall_check_time_seconds
         is_revoked = False

@@ -77,7 +77,7 @@ class Operation(ABC):
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
         joins: Whether it announces that this rank has joined.
         root: The id of the only rank that sends data; None: all do.
-        uses_memory_twice: Whether its own arrays may overlap.
+        may_use_memory_twice: Whether its own arrays may overlap.
         is_protected: Whether `protect` has been called since its submission.
         call: The user's call that made it, if that has no name.
     """
@@ -96,7 +96,7 @@ class Operation(ABC):
     stall_exempt = False
     joins = False
     root: int | None = None
-    uses_memory_twice = False
+    may_use_memory_twice = False
     is_protected = False
     lane = ""
     submitted = 0.0

@@ -60,7 +60,7 @@ class Queue:
                 f"rank {self.rank}: an operation named {operation.name!r} is still on "
                 "its way; wait for it, or give this one another name"
             )
-        if self.operations or operation.uses_memory_twice:
+        if self.operations or operation.may_use_memory_twice:
             self._check_memory(operation)
         else:
             self._alone = operation

@@ -19,7 +19,7 @@ from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.gradients import metadata, replicas
 from hvdlite.gradients.finite import check_finite
-from hvdlite.gradients.metadata import DENSE, Metadata
+from hvdlite.gradients.metadata import IN_SLOT, Metadata
 from hvdlite.gradients.replicas import Snapshot
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
@@ -68,7 +68,7 @@ class GradientBucket(Operation):
         self.strategy = strategy
         self.nbytes = sum(parameter.nbytes for parameter in arrays.parameters)
         self._size = len(arrays.parameters)
-        self._all_dense = bytes([DENSE]) * self._size
+        self._all_in_slots = bytes([IN_SLOT]) * self._size
         self._state_before: Any = None
         self._everywhere: Metadata | None = None  # where all ranks have all gradients, as dense
         self.kinds: Any = None
@@ -100,7 +100,7 @@ class GradientBucket(Operation):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"{self.name!r} (gradients of {', '.join(names[:2])}{more})"
 
-    def mark(self, start: int = 0, stop: int | None = None, kind: int = DENSE) -> None:
+    def mark(self, start: int = 0, stop: int | None = None, kind: int = IN_SLOT) -> None:
         """Record that all gradients have arrived, or those of a range of positions.
 
         Raises:
@@ -120,7 +120,7 @@ class GradientBucket(Operation):
 
     def prepare_submission(self) -> None:
         """Write the payload, and zeros into the slots that have no gradient."""
-        is_complete = self._kinds_here == self._all_dense
+        is_complete = self._kinds_here == self._all_in_slots
         if not is_complete:
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
@@ -145,7 +145,7 @@ class GradientBucket(Operation):
     def fill_gaps(self) -> None:
         """Zero the slots of gradients that are absent or sparse."""
         for position, kind in enumerate(self._kinds_here):
-            if not kind & DENSE:
+            if not kind & IN_SLOT:
                 self.arrays.send_slot(position)[...] = 0
 
     def wait(self) -> None:
@@ -180,7 +180,7 @@ class GradientBucket(Operation):
             found = metadata.decode(payloads, self._size, transport.members)
             self._everywhere = found if is_usual else self._everywhere
         self.kinds = found.kinds
-        self.all_arrived = is_usual or bool((found.kinds == DENSE).all())
+        self.all_arrived = is_usual or bool((found.kinds == IN_SLOT).all())
         self.weight = 1.0 if found.weights is None else float(found.weights[transport.rank])
         self.arrays.count, self.arrays.absent = found.exchanges, found.absent
         return found
@@ -190,7 +190,7 @@ class GradientBucket(Operation):
         if not is_floating(self.arrays.parameters[0].dtype):
             return ""
         for parameter, kind in zip(self.arrays.parameters, self._kinds_here, strict=True):
-            if kind & DENSE and parameter.size and name in ("", parameter.name):
+            if kind & IN_SLOT and parameter.size and name in ("", parameter.name):
                 return parameter.name
         return ""
 

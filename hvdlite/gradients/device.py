@@ -6,7 +6,7 @@ from hvdlite.compression import Bucket, Strategy
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.gradients.bucket import GradientBucket
-from hvdlite.gradients.metadata import DENSE
+from hvdlite.gradients.metadata import IN_SLOT
 from hvdlite.transport.gpu.base import FlatArray
 from hvdlite.transport.gpu.cuda import Event
 
@@ -59,7 +59,7 @@ class DeviceGradientBucket(GradientBucket):
             self.memory.cuda.wait_event(self.memory.index, stream, self._read)
             self._behind.add(stream)
 
-    def mark(self, start: int = 0, stop: int | None = None, kind: int = DENSE) -> None:
+    def mark(self, start: int = 0, stop: int | None = None, kind: int = IN_SLOT) -> None:
         super().mark(start, stop, kind)
         self._streams.add(self.memory.stream())
         if not self.awaited:

@@ -28,7 +28,7 @@ from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError, by_value
 from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
+from hvdlite.gradients.metadata import ABSENT, CONVERTED, IN_SLOT, ONLY_AVERAGES
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.observe import timeline
 
@@ -177,7 +177,7 @@ class GradientExchange:
         """
         with self._lock:
             complete = False
-            for number, kind in (*((number, DENSE) for number in numbers), *kinds.items()):
+            for number, kind in (*((number, IN_SLOT) for number in numbers), *kinds.items()):
                 bucket, position = self.buckets.place(number)
                 bucket.mark(position, position + 1, kind)
                 complete = complete or not bucket.awaited
@@ -394,7 +394,7 @@ class GradientExchange:
         if self.converted:
             return [False] * self._count
         axes = kinds.max(axis=0) // 2
-        found: list[bool] = ((kinds & DENSE) != 0).any(axis=0).tolist()
+        found: list[bool] = ((kinds & IN_SLOT) != 0).any(axis=0).tolist()
         for number in np.flatnonzero(axes).tolist():
             self._check_kinds(number, kinds[:, number])
             (self.densified if found[number] else self.sparse_axes)[number] = int(axes[number])
@@ -403,11 +403,11 @@ class GradientExchange:
     def _check_kinds(self, number: int, kinds: Any) -> None:
         """Require gradients of one kind on all ranks, or in slots, so that they can be added up."""
         different = set(kinds.tolist()) - {ABSENT}
-        if len(different) == 1 or all(kind & DENSE for kind in different):
+        if len(different) == 1 or all(kind & IN_SLOT for kind in different):
             return
         members = self.buckets.lane.transport.members
         texts = {
-            rank: "dense" if kind & DENSE else f"sparse in {kind // 2} of its axes"
+            rank: "dense" if kind & IN_SLOT else f"sparse in {kind // 2} of its axes"
             for rank, kind in zip(members, kinds.tolist(), strict=False)
             if kind != ABSENT
         }

@@ -10,11 +10,11 @@ import numpy as np
 
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.errors import GradientError, ranks_text
-from hvdlite.gradients.replicas import DIGEST_SIZE
+from hvdlite.gradients.replicas import REPLICA_DIGEST_SIZE
 
-# The kind of a gradient: DENSE if it is in its slot, plus twice the number of its sparse axes,
+# The kind of a gradient: IN_SLOT if it is in its slot, plus twice the number of its sparse axes,
 # which a rank without a gradient has to know.
-ABSENT, DENSE = 0, 1
+ABSENT, IN_SLOT = 0, 1
 # The kind of all gradients if the parameters are no longer what the ranks have compared.
 CONVERTED = 254
 
@@ -107,7 +107,7 @@ def encode(
 def split_replica(payload: bytes, parameters: int) -> tuple[bytes, bytes]:
     """Return a rank's metadata as `decode` takes it, and the digest of its replica, or b""."""
     length = len(payload) - parameters
-    stop = parameters + (_NUMBERS.size if length % DIGEST_SIZE else 0)
+    stop = parameters + (_NUMBERS.size if length % REPLICA_DIGEST_SIZE else 0)
     return payload[:stop], payload[stop:]
 
 
@@ -127,7 +127,7 @@ def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -
         anywhere = rows.max(axis=0)
         given = iter(rows)
         kinds = np.array([next(given) if payload else anywhere for payload in payloads])
-    absent: list[int] = np.flatnonzero(~(kinds & DENSE).any(axis=0)).tolist()
+    absent: list[int] = np.flatnonzero(~(kinds & IN_SLOT).any(axis=0)).tolist()
     if all(len(payload) in (0, parameters) for payload in payloads):
         return Metadata(kinds, absent)
     numbers = [

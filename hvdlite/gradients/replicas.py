@@ -40,7 +40,7 @@ _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
 # digests of the options and of the arrays; the checksums of gradients and of the data's division.
 _DIGEST = struct.Struct("<?QI8s8s8s")
-DIGEST_SIZE = _DIGEST.size
+REPLICA_DIGEST_SIZE = _DIGEST.size
 
 _CLASS = "the optimizer's class"
 # Options that are no hyperparameters, or that may differ between devices or ranks.

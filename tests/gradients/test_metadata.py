@@ -5,7 +5,7 @@ import pytest
 
 from hvdlite import GradientError
 from hvdlite.gradients import metadata
-from hvdlite.gradients.replicas import DIGEST_SIZE
+from hvdlite.gradients.replicas import REPLICA_DIGEST_SIZE
 
 MEMBERS = range(10)
 
@@ -58,7 +58,7 @@ def test_nobody_has_samples():
 @pytest.mark.parametrize("exchanges", [None, 3])
 @pytest.mark.parametrize("samples", [None, 7])
 def test_the_digest_of_a_replica_is_told_apart(kinds, exchanges, samples):
-    digest = bytes(range(DIGEST_SIZE))
+    digest = bytes(range(REPLICA_DIGEST_SIZE))
     plain = metadata.encode(kinds, exchanges, samples)
     payload = metadata.encode(kinds, exchanges, samples, digest)
     assert metadata.split_replica(payload, len(kinds)) == (plain, digest)

@@ -295,7 +295,7 @@ def test_buckets_of_the_usual_step_are_decoded_once(monkeypatch):
         bucket.snapshot = rank.check.begin(transport, rank.settings)
         bucket.mark()
         bucket.prepare_submission()
-        assert len(bucket.payload) == 3 + (replicas.DIGEST_SIZE if number > 1 else 0)
+        assert len(bucket.payload) == 3 + (replicas.REPLICA_DIGEST_SIZE if number > 1 else 0)
         bucket.receive_metadata([bucket.payload] * 4, transport)
         assert bucket.all_arrived
         assert bucket.kinds.tolist() == [[1, 1, 1]] * 4

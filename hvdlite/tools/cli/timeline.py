@@ -15,7 +15,7 @@ import numpy as np
 from hvdlite.base.files import replacing
 from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import table, time_text
-from hvdlite.tools.trace.analysis import advise, read
+from hvdlite.tools.trace.analysis import hints_of, read
 from hvdlite.tools.trace.record import Integers, RankRecord, Record
 
 HELP = "show who waited for whom in a recorded timeline"
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run ``hvdlite timeline`` and return its exit code."""
     figures, record = read(options.file)
-    exact = json.dumps({**figures, "hints": advise(figures)})
+    exact = json.dumps({**figures, "hints": hints_of(figures)})
     # To the microsecond; a zero has no sign.
     document = json.loads(exact, parse_float=lambda text: round(float(text), 6) + 0.0)
     if options.html:

@@ -230,7 +230,7 @@ def _tensors(record: Record, waits: _Waits) -> list[dict[str, Any]]:
 # Hints on settings
 
 
-def advise(figures: Mapping[str, Any]) -> list[str]:
+def hints_of(figures: Mapping[str, Any]) -> list[str]:
     """Return what to do, the largest gain first; a sentence or two for each."""
     hints: list[tuple[float, str]] = []
 

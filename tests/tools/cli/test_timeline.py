@@ -376,7 +376,7 @@ class TestOutput:
         assert analysis.slowest.blame == pytest.approx(0.5)
         assert analysis.steps.marker == "operations of bucket 0"
         figures, _ = trace_analysis.read(analysis.file)
-        (waiting, _) = sorted(trace_analysis.advise(figures), reverse=True)
+        (waiting, _) = sorted(trace_analysis.hints_of(figures), reverse=True)
         assert waiting.startswith("Waiting takes 10%, and no single rank causes it")
 
     def test_the_page_has_the_figures_of_the_json(self, tmp_path, capsys):
