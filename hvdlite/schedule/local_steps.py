@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdlite.base.arrays import describe
 from hvdlite.base.interrupts import leave, uninterrupted
-from hvdlite.base.reduction import check, is_floating
+from hvdlite.base.reduction import accumulator, check
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
@@ -370,7 +370,7 @@ class OuterOptimizer:
     def convert(self, name: str, dtype: np.dtype[Any]) -> None:
         """Convert the arrays of a weight whose dtype has changed."""
         self._spare.pop(name, None)
-        for arrays, kind in ((self.anchors, dtype), (self.buffers, _wide(dtype))):
+        for arrays, kind in ((self.anchors, dtype), (self.buffers, accumulator(dtype))):
             if name in arrays:
                 arrays[name] = arrays[name].astype(kind, copy=False)
 
@@ -381,7 +381,7 @@ class OuterOptimizer:
     def step(self, name: str, gradient: Any) -> Any:
         """Remove a weight's anchor, and return the new weight; overwrite the outer gradient."""
         anchor = self._spare[name] = self.anchors.pop(name)
-        dtype = _wide(anchor.dtype)
+        dtype = accumulator(anchor.dtype)
         change = gradient.astype(dtype, copy=False)
         if self.momentum:
             if name not in self.buffers:
@@ -413,7 +413,3 @@ class OuterOptimizer:
         for kind, arrays in (("anchor", self.anchors), ("momentum", self.buffers)):
             arrays.clear()
             arrays.update({name: np.array(e[kind]) for name, e in state.items() if kind in e})
-
-
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(np.float32) if is_floating(dtype) and dtype.itemsize == 2 else dtype
