@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 1917, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1224,
+        1220,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 394, "horovod"),
