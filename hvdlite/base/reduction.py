@@ -127,7 +127,7 @@ class Scaling:
     16-bit floats are scaled in float32. Integers are scaled in float64 and cut towards
     zero. A division alone is done as one: it is exact for every integer, and the mean of
     equal floats is their value. The mean of integers whose sum does not fit their type takes
-    `integer_sums` and `integer_mean`. With a factor of 0, NaN becomes 0, too.
+    `integer_sums` and `integer_mean`.
     """
 
     factor: float = 1.0
@@ -160,8 +160,6 @@ class Scaling:
             np.copyto(out, values)
         elif dtype.kind in "iub":
             out[...] = self._scale_integers(values)
-        elif self.factor == 0.0:
-            out[...] = 0
         elif self.factor != 1.0:
             np.multiply(values, dtype.type(self.factor / self.divisor), out=out)
         elif dtype.kind == "f" and self.divisor & (self.divisor - 1) == 0:

@@ -161,7 +161,10 @@ def exchange_bucket(
     if weight is not None or counting is not None:
         bucket.copy_zero_copy_parts()
     if weight is not None:
-        transport.scale(send, bucket.result, Scaling(weight))
+        if weight or not isinstance(send, np.ndarray):  # a device's are zeros then
+            transport.scale(send, bucket.result, Scaling(weight))
+        else:  # not 0 * gradients: the average of no samples is NaN
+            bucket.result[...] = 0
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
     if not strategy.is_identity and dtype.itemsize == 2 and is_floating(dtype):

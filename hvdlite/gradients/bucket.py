@@ -121,7 +121,7 @@ class GradientBucket(Operation):
     def prepare_submission(self) -> None:
         """Write the payload, and zeros into the slots that have no gradient."""
         is_complete = self._kinds_here == self._all_in_slots
-        if not is_complete:
+        if not is_complete or (self.samples == 0 and self.memory is not None):
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         snapshot = self.snapshot
@@ -143,9 +143,9 @@ class GradientBucket(Operation):
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
 
     def fill_gaps(self) -> None:
-        """Zero the slots of gradients that are absent or sparse."""
+        """Zero the slots of gradients that are absent or sparse, or the average of no samples."""
         for position, kind in enumerate(self._kinds_here):
-            if not kind & IN_SLOT:
+            if self.samples == 0 or not kind & IN_SLOT:
                 self.arrays.send_slot(position)[...] = 0
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import threading
 from types import SimpleNamespace
 
@@ -279,6 +280,21 @@ def test_steps_on_the_average(run, size):
         assert len(members.exchange.buckets.plan) > 2
 
     run(size, train)
+
+
+def test_the_average_of_no_samples_counts_as_zeros(run):
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = sum(parameter.sum() for parameter in model.parameters())
+            (loss * (math.inf if rank.rank else step + 1)).backward()  # 0 * inf is NaN
+            optimizer.step(batch_size=0 if rank.rank else 8)
+            rank.memory.finish()
+            for parameter in model.parameters():
+                assert torch.equal(parameter.grad, torch.full_like(parameter, step + 1))
+
+    run(2, train)
 
 
 def test_gradients_that_come_on_several_streams(run):

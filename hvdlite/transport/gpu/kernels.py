@@ -121,8 +121,6 @@ def _scale(dtype: np.dtype[Any], scaling: Scaling, wide: str) -> str:
             return f"const {wide} value = total;"
         if scaling.factor == 1.0:
             return f"const {wide} value = total / ({wide})divisor;"
-        if scaling.factor == 0.0:  # also of NaN
-            return f"const {wide} value = 0;"
         return f"const {wide} value = total * ({wide})(factor / (double)divisor);"
     narrowed = "const T sum = T(total);" if dtype.kind != "b" else "const int sum = total;"
     if scaling.is_identity:
