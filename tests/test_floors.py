@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 2698, "compression"),
     "collectives": (6, 1906, "collectives"),
     "gradients": (7, 3341, "gradients"),
-    "recipe": (7, 2419, "recipe"),
+    "recipe": (7, 2418, "recipe"),
     "torch": (8, 6090, "torch"),
     "tensorflow": (8, 2921, "tensorflow"),
     "keras": (9, 2214, "keras tensorflow.keras"),

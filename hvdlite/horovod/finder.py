@@ -15,10 +15,10 @@ from typing import Any
 
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
 
+#: A folder for PYTHONPATH, in which `importlib.metadata` finds Horovod's version.
 METADATA = str(Path(__file__).with_name("metadata"))
-"""A folder for PYTHONPATH, in which `importlib.metadata` finds Horovod's version."""
+#: The folders for PYTHONPATH with which Python installs the finder at its start.
 FOLDERS = [str(Path(__file__).parents[1] / "launch" / "bootstrap"), METADATA]
-"""Those from which Python installs the finder at its start."""
 
 
 def install() -> None:

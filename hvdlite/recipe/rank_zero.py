@@ -135,6 +135,5 @@ def portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        text = f"{type(error).__name__}: {error}"
-        return RuntimeError(f"rank {world.rank()} went first, and failed: {text}")
+        return RuntimeError(f"rank {world.rank()} has failed: {type(error).__name__}: {error}")
     return error

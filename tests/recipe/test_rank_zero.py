@@ -92,7 +92,7 @@ def test_a_failure_is_one_on_every_rank(make):
         assert caught.value.errno == 28
     else:
         assert type(caught.value) is RuntimeError
-        assert str(caught.value) == "rank 0 went first, and failed: UnportableError: one and two"
+        assert str(caught.value) == "rank 0 has failed: UnportableError: one and two"
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
